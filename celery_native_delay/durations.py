@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from datetime import datetime, time, timedelta
 from decimal import Decimal
 
 from .errors import InvalidDueTime
@@ -15,11 +16,13 @@ _UNITS_MS = {"d": 86_400_000, "h": 3_600_000, "min": 60_000, "s": 1000}
 #: Each pair (A, B): a duration of at least A ms is rounded to a multiple of B ms.
 _STEPS_MS = ((86_400_000, 3_600_000), (3_600_000, 60_000), (10_000, 1000), (1000, 100), (0, 1))
 
+_DAYS = ("today", "tomorrow")
+
 _NUMBER = r"(\d+(?:\.\d+)?)\s*"
 
 #: A duration as people write it, the largest unit first.
 _WRITTEN = re.compile(
-    rf"(-?)\s*(?:{_NUMBER}d(?:ays?)?)?\s*(?:{_NUMBER}h(?:ours?)?)?"
+    rf"([+-]?)\s*(?:{_NUMBER}d(?:ays?)?)?\s*(?:{_NUMBER}h(?:ours?)?)?"
     rf"\s*(?:{_NUMBER}m(?:in(?:utes?)?)?)?\s*(?:{_NUMBER}s(?:ec(?:onds?)?)?)?"
 )
 
@@ -60,6 +63,37 @@ def seconds_of(text: str) -> float:
     return seconds
 
 
+def moment_of(text: str, now: datetime) -> datetime:
+    """Parse ``1h30m`` (from *now*), ``tomorrow 09:00`` or ISO 8601 to a time.
+
+    Args:
+        text: a duration in seconds or with units, ``today`` or ``tomorrow`` and a time of day, or
+            ISO 8601. A time without an offset is in the time zone of *now*.
+        now: the present time, with a time zone.
+
+    Raises:
+        InvalidDueTime: for any other text, and for a time too far away.
+    """
+    try:
+        return now + timedelta(seconds=seconds_of(text))
+    except OverflowError:
+        raise InvalidDueTime(f"{text} from now is too far away") from None
+    except InvalidDueTime:
+        pass
+    day, _, clock = text.strip().lower().partition(" ")
+    try:
+        if day in _DAYS:
+            day_then = now.date() + timedelta(days=_DAYS.index(day))
+            return datetime.combine(day_then, time.fromisoformat(clock.strip()), now.tzinfo)
+        found = datetime.fromisoformat(text.strip())
+    except ValueError:
+        raise InvalidDueTime(
+            "expected a duration from now such as 90 or 1h30m, tomorrow 09:00, or ISO 8601, got "
+            f"{text!r}"
+        ) from None
+    return found if found.tzinfo else found.replace(tzinfo=now.tzinfo)
+
+
 def _written(text: str) -> float:
     found = _WRITTEN.fullmatch(text)
     if found is None or not any(found.groups()[1:]):
@@ -67,4 +101,4 @@ def _written(text: str) -> float:
     sign, *counts = found.groups()
     units_ms = zip(counts, _UNITS_MS.values(), strict=True)
     ms = sum(Decimal(count) * unit_ms for count, unit_ms in units_ms if count)
-    return float(-ms / 1000 if sign else ms / 1000)
+    return float(-ms / 1000 if sign == "-" else ms / 1000)

@@ -129,7 +129,7 @@ def draw_delays() -> None:
                 page.wait(lambda: int(page.text("#delays-selected").split()[0]) > 15)
                 page.click("[data-change=reschedule]")
                 page.question()
-                page.wait(lambda: page.focus("id") == "delays-countdown")
+                page.wait(lambda: page.focus("id") == "delays-at")
                 draw(page, "reschedule")
 
 

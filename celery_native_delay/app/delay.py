@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -16,6 +17,7 @@ from celery.result import AsyncResult
 from ..due_time import due_us
 from ..errors import (
     CannotDelay,
+    InvalidDueTime,
     InvalidQuery,
     NativeDelayError,
     SettingsError,
@@ -26,12 +28,22 @@ from ..rates.line import Asked, Line, RateLine, name_of, places_in
 from ..rates.rate import Rate, key_text
 from ..records import waiting
 from ..records.interface import TRIES
-from ..records.waiting import Bar, Outcome, Query, Verdict, Waiting, WaitingPage, WaitingTasks
+from ..records.waiting import (
+    Bar,
+    DueTime,
+    Outcome,
+    Query,
+    Verdict,
+    Waiting,
+    WaitingPage,
+    WaitingTasks,
+)
 from ..settings import DelaySettings
 from ..transports.aliases import delay_headers
 from .installation import ask_broker, checked_app, installed
 from .keyed import KeyedCalls, KeyKind, revoke_result
 from .schedules import Schedules
+from .updating import edit_of
 
 T = TypeVar("T")
 
@@ -276,21 +288,28 @@ class Delay(KeyedCalls):
         return self._change(task_ids, self._cancel)
 
     def reschedule(
-        self, task_id: TaskId, *, countdown: float | None = None, eta: datetime | str | None = None
+        self,
+        task_id: TaskId,
+        *,
+        countdown: float | None = None,
+        eta: datetime | str | None = None,
+        by: float | None = None,
     ) -> Outcome:
         """Change the due time (``eta``) of a waiting task.
 
         Args:
             task_id: as in :meth:`cancel`.
             countdown: seconds from now. A negative countdown means now.
-            eta: the new due time, in UTC if it has no time zone. Give either *countdown* or *eta*.
+            eta: the new due time, in UTC if it has no time zone.
+            by: seconds to add to the due time; negative: earlier, but not before now. Give one of
+                *countdown*, *eta* and *by*.
 
         Raises:
             InvalidDueTime: *countdown* or *eta* is invalid. The task keeps its due time.
             DelayTooLong: the new due time is too far away. The task keeps its due time.
         """
         one = _id_of(task_id)
-        return self.reschedule_all([one], countdown=countdown, eta=eta)[0]
+        return self.reschedule_all([one], countdown=countdown, eta=eta, by=by)[0]
 
     def reschedule_all(
         self,
@@ -298,13 +317,72 @@ class Delay(KeyedCalls):
         *,
         countdown: float | None = None,
         eta: datetime | str | None = None,
+        by: float | None = None,
+        spread: float | None = None,
     ) -> list[Outcome]:
-        """Give many waiting tasks the same new due time, over one connection."""
+        """Give many waiting tasks new due times, over one connection.
+
+        Without *by* and *spread*, all are due at the same time.
+
+        Args:
+            task_ids: the tasks.
+            countdown: as in :meth:`reschedule`, like *eta* and *by*. With *by*, each task is moved
+                by so many seconds, and their spacing stays.
+            spread: seconds over which the tasks are due one after the other, evenly and in the
+                order of *task_ids*. The first is due after *countdown* or at *eta*, or now.
+
+        Raises:
+            InvalidDueTime: an argument is invalid, or *by* is given with another one.
+            DelayTooLong: as in :meth:`reschedule`.
+        """
+        ids = _ids_of(task_ids)
+        if by is not None:
+            if (countdown, eta, spread) != (None, None, None):
+                raise InvalidDueTime("expected by alone, or countdown, eta or spread")
+            moved = _moved_by(by)
+            return self._change(ids, lambda found, task_id: found.move(task_id, moved))
         if isinstance(countdown, int | float):
             countdown = max(countdown, 0)
-        at_us = due_us(delay_headers(countdown=countdown, eta=eta)["eta"])
-        moment = at_us if at_us > time_ns() // 1000 else None
-        return self._change(task_ids, lambda found, task_id: found.move(task_id, moment))
+        if spread is not None:
+            _check_seconds("spread", spread, least=0.0)
+            countdown = 0 if countdown is None and eta is None else countdown
+        first_us = due_us(delay_headers(countdown=countdown, eta=eta)["eta"])
+        step_us = (spread or 0) * 1_000_000 / max(len(ids) - 1, 1)
+        due = {one: first_us + round(at * step_us) for at, one in enumerate(dict.fromkeys(ids))}
+        return self._change(ids, lambda found, task_id: found.move(task_id, _or_now(due[task_id])))
+
+    def update(
+        self,
+        task_id: TaskId,
+        *,
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        priority: int | None = None,
+        queue: str | None = None,
+        expires: float | datetime | None = None,
+    ) -> Outcome:
+        """Change a waiting task itself. Arguments that are None stay as they are.
+
+        The due time, the id, and everything else of the task stay. If the task starts meanwhile,
+        the outcome is "too late", and it runs as it was.
+
+        Args:
+            task_id: as in :meth:`cancel`.
+            args: all positional arguments.
+            kwargs: all keyword arguments.
+            priority: the priority, from 0 to 255.
+            queue: the name of the queue, as in ``apply_async``.
+            expires: seconds from now, or a time (UTC if it has no time zone).
+
+        Raises:
+            CannotDelay: the task cannot be changed so, for example because its arguments cannot be
+                encoded. The task stays as it was.
+        """
+        edit = edit_of(
+            self._app, args=args, kwargs=kwargs, priority=priority, queue=queue, expires=expires
+        )
+        one = [_id_of(task_id)]
+        return self._change(one, lambda found, each: found.move(each, _same_time, edit))[0]
 
     def run_now(self, task_id: TaskId) -> Outcome:
         """Make a waiting task due now."""
@@ -436,6 +514,33 @@ def _query(search: str | Query) -> Query:
 def _check_count(name: str, value: object, *, least: int) -> None:
     if not isinstance(value, int) or value < least:
         raise InvalidQuery(f"expected {name} to be a whole number from {least}, got {value!r}")
+
+
+def _check_seconds(name: str, value: object, *, least: float = -math.inf) -> None:
+    is_number = isinstance(value, int | float) and math.isfinite(value)
+    if not is_number or value < least:  # type: ignore[operator]
+        text = "seconds" if least < 0 else f"seconds from {least:g}"
+        raise InvalidDueTime(f"expected {name} in {text}, got {value!r}")
+
+
+def _moved_by(seconds: float) -> DueTime:
+    """Return a rule that moves each message once, however often it is asked about it."""
+    _check_seconds("by", seconds)
+    moved_us: dict[str, int] = {}
+
+    def rule(task: Waiting) -> int | None:
+        then_us = task.due_us + round(seconds * 1_000_000)
+        return _or_now(moved_us.setdefault(task.delivery_id, then_us))
+
+    return rule
+
+
+def _same_time(task: Waiting) -> int:
+    return task.due_us
+
+
+def _or_now(at_us: int) -> int | None:
+    return at_us if at_us > time_ns() // 1000 else None
 
 
 def _id_of(task: object) -> str:

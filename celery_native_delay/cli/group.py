@@ -10,7 +10,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -68,32 +68,40 @@ class Duration(click.ParamType):  # type: ignore[type-arg]
 
 
 class Moment(click.ParamType):  # type: ignore[type-arg]
-    """A click type for a time: 1h30m (from now), or ISO 8601 (in the app's time zone)."""
+    """A click type for a time: 1h30m (from now), tomorrow 09:00, or ISO 8601."""
 
     name = "duration|time"
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> datetime:
-        from ..durations import seconds_of
+        from ..durations import moment_of
         from ..errors import InvalidDueTime
 
-        try:
-            return datetime.now(UTC) + timedelta(seconds=seconds_of(value))
-        except OverflowError:
-            self.fail(f"{value} from now is too far away", param, ctx)
-        except InvalidDueTime:
-            pass
-        try:
-            found = datetime.fromisoformat(value)
-        except ValueError:
-            self.fail(
-                f"expected a duration from now such as 90 or 1h30m, or ISO 8601, got {value!r}",
-                param,
-                ctx,
-            )
         zone = UTC if ctx is None else ctx.obj.app.timezone
-        return found if found.tzinfo else found.replace(tzinfo=zone)
+        try:
+            return moment_of(value, datetime.now(zone))
+        except InvalidDueTime as exc:
+            self.fail(str(exc), param, ctx)
+
+
+class Json(click.ParamType):  # type: ignore[type-arg]
+    """A click type for a JSON text of one Python type, such as a list."""
+
+    name = "json"
+
+    def __init__(self, kind: type) -> None:
+        self._kind = kind
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            found = json.loads(value)
+        except ValueError as exc:
+            self.fail(f"expected JSON, {exc}: {value!r}", param, ctx)
+        if not isinstance(found, self._kind):
+            expected = "object" if self._kind is dict else "list"
+            self.fail(f"expected a JSON {expected}, got {value!r}", param, ctx)
+        return found
 
 
 @click.group(name="delay")

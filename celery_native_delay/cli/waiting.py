@@ -1,4 +1,4 @@
-"""The commands ``delay ls``, ``show``, ``cancel``, ``reschedule`` and ``run-now``."""
+"""The commands ``delay ls``, ``show``, ``cancel``, ``reschedule``, ``update``, ``run-now``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import click
 
 from .group import (
     Duration,
+    Json,
     Moment,
     as_json_option,
     broker,
@@ -22,6 +23,7 @@ from .group import (
     local,
     print_json,
     printable,
+    say,
     table,
     yes_option,
 )
@@ -158,26 +160,62 @@ def cancel(ctx: click.Context, **chosen: Any) -> None:
 @command(name="reschedule")
 @_chosen
 @click.option("--countdown", type=Duration(), help="From now: seconds, or such as 1h30m, 2d.")
-@click.option("--eta", type=Moment(), metavar="TIME", help="ISO 8601.")
+@click.option("--eta", type=Moment(), metavar="TIME", help="ISO 8601, or 'tomorrow 09:00'.")
+@click.option("--by", type=Duration(), help="Later than now due, such as +2h; -2h: earlier.")
+@click.option(
+    "--spread", type=Duration(at_least=0), help="Due one after the other over this time, evenly."
+)
 def reschedule(
-    ctx: click.Context, countdown: float | None, eta: datetime | None, **chosen: Any
+    ctx: click.Context,
+    countdown: float | None,
+    eta: datetime | None,
+    by: float | None,
+    spread: float | None,
+    **chosen: Any,
 ) -> None:
     """Give waiting tasks another due time, by IDs or by a search.
 
-    A due time in the past needs the option --yes.
+    --by keeps the spacing of several tasks. --spread begins now, or at --countdown or --eta. A due
+    time in the past needs the option --yes.
     """
-    if (countdown is None) is (eta is None):
-        both = "give --countdown or --eta, not both"
-        raise click.UsageError("give --countdown or --eta" if eta is None else both)
+    given = [each is not None for each in (countdown, eta, by)]
+    if sum(given) > 1 or not (any(given) or spread is not None):
+        one = "give --countdown, --eta or --by"
+        raise click.UsageError(f"{one}, not several" if any(given) else f"{one}, or --spread")
+    if by is not None and spread is not None:
+        raise click.UsageError("give --by or --spread, not both")
     if not chosen["force"]:
         _refuse_past(countdown, eta)
     _change(
         ctx,
         "reschedule",
         "rescheduled",
-        lambda delay, ids: delay.reschedule_all(ids, countdown=countdown, eta=eta),
+        lambda delay, ids: delay.reschedule_all(
+            ids, countdown=countdown, eta=eta, by=by, spread=spread
+        ),
         **chosen,
     )
+
+
+@command(name="update")
+@click.argument("id_", type=task_id, metavar="ID")
+@click.option("--args", type=Json(list), help="All positional arguments, such as '[7]'.")
+@click.option("--kwargs", type=Json(dict), help="""All keyword arguments, such as '{"user": 7}'.""")
+@click.option("--priority", type=click.IntRange(0, 255))
+@click.option("--queue", help="The queue that gets the task.")
+@click.option("--expires", type=Moment(), metavar="DURATION|TIME", help="It never starts later.")
+@as_json_option
+def update(ctx: click.Context, id_: str, as_json: bool, **parts: Any) -> None:
+    """Change arguments, priority, queue or expiry of the waiting task ID; the rest stays.
+
+    If the task is not waiting any more, nothing changes, and the exit status is 1.
+    """
+    if all(part is None for part in parts.values()):
+        raise click.UsageError("give --args, --kwargs, --priority, --queue or --expires")
+    outcome = delay_of(ctx).update(id_, **parts)
+    text = f"{id_} updated" if outcome else str(outcome)
+    say(as_json, {"id": id_, "verdict": outcome.verdict.value}, printable(text))
+    ctx.exit(0 if outcome else 1)
 
 
 @command(name="run-now")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict
+from datetime import datetime
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ from flower.api import BaseApiHandler
 from tornado import web
 
 from ..app.delay import Delay, listed
-from ..durations import seconds_of
+from ..durations import moment_of, seconds_of
 from ..errors import InvalidDueTime, InvalidQuery
 from ..records.waiting import Outcome
 from ..transports.interface import AdminPart
@@ -52,16 +53,26 @@ class ApiHandler(Errors, BaseApiHandler):
             raise web.HTTPError(403, "Read only mode is enabled")
 
     def moment(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Return the new due time from the request: ``countdown`` in seconds, or ``eta``."""
-        given = {
-            name: body.get(name, self.get_argument(name, None)) for name in ("countdown", "eta")
-        }
+        """Return the new due time from the request.
+
+        ``countdown``, ``by`` and ``spread`` are durations, and ``eta`` is ISO 8601. ``when`` is
+        what a user writes: ``2 h`` from now, ``+2 h`` later than the task is due now,
+        ``tomorrow 09:00`` or ISO 8601 in the app's time zone.
+        """
+        names = ("countdown", "eta", "by", "spread", "when")
+        given = {name: body.get(name, self.get_argument(name, None)) for name in names}
         found = {name: value for name, value in given.items() if value is not None}
-        if "countdown" in found:
-            try:
-                found["countdown"] = seconds_of(str(found["countdown"]))
-            except InvalidDueTime as exc:
-                raise InvalidDueTime(f"countdown: {exc}") from exc
+        when = str(found.pop("when", "")).strip()
+        if when.startswith(("+", "-")):
+            found["by"] = when
+        elif when:
+            found["eta"] = moment_of(when, datetime.now(self.capp.timezone))
+        for name in ("countdown", "by", "spread"):
+            if name in found:
+                try:
+                    found[name] = seconds_of(str(found[name]))
+                except InvalidDueTime as exc:
+                    raise InvalidDueTime(f"{name}: {exc}") from exc
         return found
 
     def body(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from enum import Enum
-from typing import Any, overload
+from typing import Any, TypeAlias, overload
 
 from .search import Word, is_itself_in_json, parse
 
@@ -280,6 +280,13 @@ class Outcome:
         return f"{self.id}: {reason}" if self.id else reason
 
 
+#: Returns the new due time of a waiting message in microseconds since the epoch; None means now.
+DueTime: TypeAlias = Callable[[Waiting], int | None]
+
+#: Returns a changed copy of a waiting message, a StoreEntry.
+Edit: TypeAlias = Callable[[Any], Any]
+
+
 class WaitingTasks(ABC):
     """Lists, searches, cancels and reschedules the waiting tasks of one broker.
 
@@ -344,15 +351,17 @@ class WaitingTasks(ABC):
         self.note_elsewhere(task_id)
         return Outcome(task_id, Verdict.NOTED)
 
-    def move(self, task_id: str, due_us: int | None) -> Outcome:
+    def move(self, task_id: str, due_us: int | DueTime | None, edit: Edit | None = None) -> Outcome:
         """Give a task a new due time, in microseconds since the epoch; None means now.
+
+        *due_us* may be a function of the waiting message. *edit* changes the message itself.
 
         Raises DelayTooLong if the due time is too far away. Raises CannotDelay if the message
         cannot get another due time: for example, the message is not a Celery task.
         """
-        if due_us is not None:
+        if isinstance(due_us, int):
             self._delays.check_reach(due_us)
-        return self._change(task_id, due_us, cancelled=False)
+        return self._change(task_id, due_us, cancelled=False, edit=edit)
 
     @abstractmethod
     def _found(self, task_id: str) -> list[tuple[Any, Any, Waiting]]:
@@ -360,7 +369,13 @@ class WaitingTasks(ABC):
 
     @abstractmethod
     def _replace(
-        self, member: Any, entry: Any, due_us: int | None, *, cancelled: bool
+        self,
+        member: Any,
+        entry: Any,
+        due_us: int | None,
+        *,
+        cancelled: bool,
+        edit: Edit | None = None,
     ) -> tuple[Any, int] | None:
         """Replace a waiting message. Returns the new message's name and due time.
 
@@ -371,18 +386,28 @@ class WaitingTasks(ABC):
         """Return True if a dispatcher is publishing the task at this moment."""
         return False
 
-    def _change(self, task_id: str, due_us: int | None, *, cancelled: bool) -> Outcome:
+    def _change(
+        self,
+        task_id: str,
+        due_us: int | DueTime | None,
+        *,
+        cancelled: bool,
+        edit: Edit | None = None,
+    ) -> Outcome:
         seen: dict[Any, Waiting] = {}
         #: The names of the new messages of this call.
         made: set[Any] = set()
-        is_due_us = due_us
+        is_due_us: int | None = None
         for _ in range(_TRIES):
             found = [each for each in self._found(task_id) if each[0] not in made]
             if not found:
                 break
             for member, entry, task in found:
                 seen.setdefault(member, task)
-                new = self._replace(member, entry, due_us, cancelled=cancelled)
+                at_us = due_us(task) if callable(due_us) else due_us
+                if callable(due_us) and at_us is not None and at_us != task.due_us:
+                    self._delays.check_reach(at_us)
+                new = self._replace(member, entry, at_us, cancelled=cancelled, edit=edit)
                 if new is not None:
                     made.add(new[0])
                     is_due_us = new[1]

@@ -17,7 +17,7 @@ from ..due_time import eta_of, milliseconds_up
 from ..errors import CannotDelay
 from ..keyed.record import key_and_kind
 from ..message import HEADER, Delayed, cancel, due_ms_of
-from ..records.waiting import Waiting, number_of
+from ..records.waiting import Edit, Waiting, number_of
 from ..texts import digest_of, storable
 
 VERSION = 1
@@ -129,6 +129,10 @@ class StoreEntry:
                 "rescheduled, others can be cancelled"
             )
         return self.due_at(due_us)
+
+    def edited(self, edit: Edit | None) -> StoreEntry:
+        """Return the entry as *edit* changes it; itself if *edit* is None."""
+        return self if edit is None else edit(self)
 
     def revoked(self, now_us: int) -> StoreEntry:
         """Return the entry of the cancelled task, which a worker announces at once."""

@@ -17,7 +17,7 @@ from ..records.interface import Decide, IndexEntry, Publish, RecordName
 from ..records.redis import RedisRecords, redis_client
 from ..records.redis_link import NOW, RedisLink
 from ..records.redis_listing import IndexKeys, RedisListing, throw_away
-from ..records.waiting import Waiting, WaitingTasks
+from ..records.waiting import Edit, Waiting, WaitingTasks
 from ..redis_server import findings
 from ..texts import storable
 from ..urls import without_password
@@ -433,9 +433,15 @@ class RedisTasks(RedisListing):
         return waiting_of(entry.decode())
 
     def _replace(
-        self, member: str, entry: bytes, due_us: int | None, *, cancelled: bool
+        self,
+        member: str,
+        entry: bytes,
+        due_us: int | None,
+        *,
+        cancelled: bool,
+        edit: Edit | None = None,
     ) -> tuple[str, int] | None:
-        before = StoreEntry.decoded(entry.decode())
+        before = StoreEntry.decoded(entry.decode()).edited(edit)
         at_us = self._store.now_us() if due_us is None else due_us
         new = ""
         if before.is_task or not cancelled:  # no other consumer would know the mark

@@ -42,7 +42,7 @@ from ..records.database import Database, clock_ahead_seconds, now_us
 from ..records.interface import Change, Decide, Publish, RecordName, Snapshot
 from ..records.sql import LONG_TEXT, RECORDS, TABLE_OPTIONS, SqlRecords
 from ..records.sql_listing import SqlListing
-from ..records.waiting import Waiting, WaitingTasks
+from ..records.waiting import Edit, Waiting, WaitingTasks
 from ..texts import digest_of, storable
 from ..within import Within
 from .entry import StoreEntry, waiting_of
@@ -586,9 +586,15 @@ class SqlTasks(SqlListing):
         ]
 
     def _replace(
-        self, member: int, entry: str, due_us: int | None, *, cancelled: bool
+        self,
+        member: int,
+        entry: str,
+        due_us: int | None,
+        *,
+        cancelled: bool,
+        edit: Edit | None = None,
     ) -> tuple[int, int] | None:
-        before = StoreEntry.decoded(entry)
+        before = StoreEntry.decoded(entry).edited(edit)
 
         def replaced(connection: Connection) -> int | None:
             new_us = now_us(connection) if due_us is None else due_us

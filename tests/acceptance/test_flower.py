@@ -110,7 +110,7 @@ def test_the_page_finds_filters_and_changes_waiting_tasks(
         page.wait(lambda: "order-5'" in page.text("#delays-table tbody tr:first-child"))
         page.choose("tbody tr:first-child", "[data-one=reschedule]")
         assert page.question() == "Reschedule 1 task?"
-        page.find("#delays-countdown").send_keys("90000")
+        page.find("#delays-at").send_keys("25 h")
         page.confirm()
         page.wait(lambda: delay.show("task-5")[0].due > datetime.now(UTC) + timedelta(hours=20))
         page.search("order-6 bob")
@@ -214,7 +214,10 @@ def test_without_a_password_and_read_only_nothing_can_be_changed(flowers: Flower
     assert moved["due_us"] / 1e6 > (datetime.now(UTC) + timedelta(hours=20)).timestamp()
     moved = everybody.json("/api/delay/reschedule/task-2", {"eta": "2030-01-01"})
     assert moved["verdict"] == "done"
+    moved = everybody.json("/api/delay/reschedule/task-2", {"when": "+2 h"})
+    assert moved["due_us"] / 1e6 == datetime(2030, 1, 1, 2, tzinfo=UTC).timestamp()
     for path, sent, expected, says in (
+        ("/api/delay/reschedule/task-1", {"when": "soon"}, 400, "tomorrow 09:00"),
         ("/api/delay/cancel/unknown", {}, 404, "nothing waits"),
         ("/api/delay/unknown", None, 404, "unknown"),
         ("/api/delay/reschedule/task-1", {}, 400, "countdown or eta"),

@@ -251,11 +251,14 @@ def test_times_show_their_zone(delay: Delay, chrome: Chrome, flower: FlowerProce
 
     page.choose("tbody tr:first-child", "[data-one=reschedule]")
     page.question()
-    assert page.text("label[for=delays-eta]") == "or at (time in Europe/Berlin)"
+    assert page.text("#delays-when-help").endswith("in Europe/Berlin.")
     page.click("#delays-yes")
-    page.wait(lambda: "either" in page.text("#delays-when-error"))
+    page.wait(lambda: "Say when" in page.text("#delays-when-error"))
     assert page.find("#delays-when-error").is_displayed()
-    chrome.execute_script("$('#delays-eta').val('2031-01-01T12:00')")
+    page.find("#delays-at").send_keys("soon")
+    page.click("#delays-yes")
+    page.wait(lambda: "'soon'" in page.text("#delays-when-error"))
+    chrome.execute_script("$('#delays-at').val('2031-01-01 12:00')")
     page.confirm()
     page.told("1 task rescheduled")
     assert delay.show(UUID)[0].due == datetime(2031, 1, 1, 11, tzinfo=UTC)

@@ -14,6 +14,7 @@ from celery.bin.base import CLIContext
 from click.testing import CliRunner
 
 from celery_native_delay import (
+    CannotDelay,
     Delay,
     DelayTooLong,
     InvalidDueTime,
@@ -207,6 +208,54 @@ def test_a_negative_countdown_delivers_a_task_at_once(
     send_task(app, 1, countdown=3600)
     assert delay.reschedule("order-1", countdown=-1e20)
     assert arrivals.wait_for(1)
+
+
+def test_many_tasks_are_moved_by_a_time_or_spread(app: Celery, delay: Delay) -> None:
+    """``by`` keeps the spacing of the tasks; ``spread`` sets it."""
+    for number in range(3):
+        send_task(app, number, countdown=3600 + number * 60)
+    before = list(delay.ls())
+    assert all(delay.reschedule_all(before, by=7200))
+    after = [task.due_us for task in delay.ls()]
+    assert after == [task.due_us + 7_200_000_000 for task in before]
+    assert delay.reschedule(before[0], by=-600.5)
+    assert delay.ls()[0].due_us == after[0] - 600_500_000
+    eta = datetime.now(UTC) + timedelta(hours=1)
+    assert all(delay.reschedule_all(delay.ls(), eta=eta, spread=600))
+    assert [task.due - eta for task in delay.ls()] == [
+        timedelta(minutes=each) for each in (0, 5, 10)
+    ]
+    with pytest.raises(InvalidDueTime, match="by alone"):
+        delay.reschedule_all(before, by=1, spread=1)
+    with pytest.raises(DelayTooLong):
+        delay.reschedule(before[0], by=1e12)
+
+
+def test_a_waiting_task_is_updated(app: Celery, delay: Delay) -> None:
+    """It is listed as changed, and arrives so in its new queue; all else stays."""
+    send_task(app, 1, countdown=3600)
+    (before,) = delay.show("order-1")
+    for wrong in ({"args": "7"}, {"priority": 300}, {"kwargs": {"order": object()}}):
+        with pytest.raises(CannotDelay):
+            delay.update("order-1", **wrong)  # type: ignore[arg-type]
+    with pytest.raises(CannotDelay, match="never run"):
+        delay.update("order-1", expires=60)
+    assert delay.show("order-1") == [before]
+    expires = datetime.now(UTC) + timedelta(hours=2)
+    changed = delay.update(
+        "order-1", kwargs={"order": 7}, priority=5, queue="elsewhere", expires=expires
+    )
+    assert changed
+    (task,) = delay.show("order-1")
+    assert (task.kwargs, task.queue, task.due_us) == ("{'order': 7}", "elsewhere", before.due_us)
+    assert delay.run_now("order-1")
+    with app.connection_for_read() as connection, inbox(connection, "elsewhere") as arriving:
+        (arrival,) = arriving.wait_for(1)
+    assert (arrival.body[0], arrival.body[1]) == (["ada"], {"order": 7})
+    assert arrival.message.properties["priority"] == 5
+    assert arrival.message.headers["expires"] == expires.isoformat()
+    assert arrival.message.headers["id"] == "order-1"
+    assert delay.update("order-1", priority=1).verdict is Verdict.UNKNOWN
 
 
 def test_a_refused_change_leaves_the_task_unchanged(app: Celery, delay: Delay) -> None:

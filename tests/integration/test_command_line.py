@@ -59,6 +59,12 @@ def test_tasks_are_listed_cancelled_moved_and_run(app: Celery, delay: Delay, sho
     assert shop.lines("reschedule", "order-0", "--countdown", "5000")[0].startswith(
         "order-0 is due 2"
     )
+    before = delay.show("order-0")[0].due_us
+    assert shop.told("reschedule", "order-0", "--by", "+2h")["done"] == 1
+    assert delay.show("order-0")[0].due_us == before + 7_200_000_000
+    changed = shop.lines("update", "order-0", "--args", '["bob"]', "--expires", "2d")
+    assert (changed, delay.show("order-0")[0].args) == (["order-0 updated"], "['bob']")
+    assert shop.told("update", "order-1", "--priority", "5", status=1)["verdict"] == "unknown"
     assert shop.told("run-now", "order-1", "order-2", status=1) == {
         "done": 1,
         "outcomes": [
@@ -224,8 +230,11 @@ def test_commands_read_and_show_times_in_the_apps_time_zone(
 @pytest.mark.ci
 def test_missing_and_conflicting_options_are_refused(shop: Project) -> None:
     for arguments, said in (
-        (("reschedule", "a"), "give --countdown or --eta"),
-        (("reschedule", "a", "--countdown", "1h", "--eta", "2099-01-01"), "--eta, not both"),
+        (("reschedule", "a"), "give --countdown, --eta or --by, or --spread"),
+        (("reschedule", "a", "--countdown", "1h", "--eta", "2099-01-01"), "not several"),
+        (("reschedule", "a", "--by", "1h", "--spread", "1h"), "not both"),
+        (("update", "a"), "give --args"),
+        (("update", "a", "--args", "{}"), "a JSON list"),
         (("cancel",), "give IDs, or a search"),
         (("cancel", "a", "--search", "x"), "not both"),
     ):

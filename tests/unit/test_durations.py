@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+from zoneinfo import ZoneInfo
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_native_delay.durations import duration, seconds_of
+from celery_native_delay.durations import duration, moment_of, seconds_of
 from celery_native_delay.errors import InvalidDueTime
 
 DAY, HOUR, MINUTE = 86_400, 3600, 60
@@ -88,6 +91,7 @@ def test_an_exact_duration_has_all_units() -> None:
         ("1.5h", 5400),
         ("1 minute 30 seconds", 90),
         ("-1h", -3600),
+        ("+2 h", 7200),
     ],
 )
 def test_durations_are_parsed_in_every_usual_notation(text: str, seconds: float) -> None:
@@ -100,3 +104,32 @@ def test_durations_are_parsed_in_every_usual_notation(text: str, seconds: float)
 def test_the_error_for_an_invalid_duration_shows_examples(text: str) -> None:
     with pytest.raises(InvalidDueTime, match=r"such as 1h30m, 1h 30min or 2d, got "):
         seconds_of(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "then"),
+    [
+        ("90", "2026-03-28T12:01:30+01:00"),
+        ("2 h", "2026-03-28T14:00:00+01:00"),
+        ("today 18:30", "2026-03-28T18:30:00+01:00"),
+        ("Tomorrow 09:00", "2026-03-29T09:00:00+02:00"),
+        ("2026-04-01 08:00", "2026-04-01T08:00:00+02:00"),
+        ("2026-04-01T08:00Z", "2026-04-01T08:00:00+00:00"),
+    ],
+)
+def test_a_time_is_parsed_as_people_write_it_in_the_zone_of_now(text: str, then: str) -> None:
+    now = datetime(2026, 3, 28, 12, tzinfo=ZoneInfo("Europe/Berlin"))
+    assert moment_of(text, now).isoformat() == then
+
+
+@pytest.mark.parametrize(
+    "text", ["", "soon", "tomorrow", "tomorrow 25:00", "09:00 tomorrow", "1e9d"]
+)
+def test_the_error_for_an_invalid_time_shows_examples(text: str) -> None:
+    with pytest.raises(InvalidDueTime, match="tomorrow 09:00"):
+        moment_of(text, datetime.now(UTC))
+
+
+def test_a_time_too_far_away_is_refused() -> None:
+    with pytest.raises(InvalidDueTime, match="too far away"):
+        moment_of("1e12", datetime.now(UTC))

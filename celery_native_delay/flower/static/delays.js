@@ -376,7 +376,8 @@
             yes: function (what) { return "Cancel " + what; }, done: "cancelled", kind: "btn-danger"
         },
         "reschedule": {
-            consequence: ["It becomes due at this time.", "All of them become due at the same time."],
+            consequence: ["It becomes due at this time.",
+                "All of them become due at the same time. +2 h keeps their spacing."],
             yes: function (what) { return "Reschedule " + what; }, done: "rescheduled", kind: "btn-primary"
         },
         "run-now": {
@@ -403,14 +404,6 @@
         }
         $(byId("progress")).addClass("d-none");
         dialog.show();
-    }
-
-    function moment_of_form() {
-        var countdown = byId("countdown").value, eta = byId("eta").value;
-        if ((countdown === "") === (eta === "")) {
-            return null;
-        }
-        return countdown !== "" ? {countdown: Number(countdown)} : {eta: moment.tz(eta, zone).toISOString()};
     }
 
     function change(verb, ids, when) {
@@ -440,23 +433,33 @@
             return;
         }
         if (wanted.verb === "reschedule") {
-            when = moment_of_form();
-            if (!when) {
-                byId("when-error").textContent = "Give either seconds from now or a time.";
-                byId("countdown").focus();
+            when = {when: byId("at").value.trim()};
+            if (!when.when) {
+                byId("when-error").textContent = "Say when, such as 2 h.";
+                byId("at").focus();
                 return;
             }
         }
         busy = true;
+        byId("when-error").textContent = "";
         $(byId("yes")).prop("disabled", true);
         $(byId("progress")).toggleClass("d-none", ids.length <= BATCH);
         change(wanted.verb, ids, when).then(function (done, refused) {
             toast(plural(done) + " " + words.done + (refused ? ", " + number(refused) + " could not be" : ""),
                 refused && !done ? "danger" : "success");
         }, function (xhr, done) {
+            if (xhr.status === 400 && !done && when.when) {     // what was written can be corrected
+                byId("when-error").textContent = sayWhy(xhr);
+                return;
+            }
             toast(sayWhy(xhr) + (done ? " (" + plural(done) + " " + words.done + " before)" : ""), "danger");
         }).always(function () {
             busy = false;
+            if (byId("when-error").textContent) {
+                $(byId("yes")).prop("disabled", false);
+                byId("at").focus();
+                return;
+            }
             dialog.hide();
             unselect();
             refresh();
@@ -530,10 +533,11 @@
         });
         table.on("search.dt", function () { unselect(); });
         table.on("page.dt", function () { unselect(); });
-        $("label[for=delays-eta]").text("or at (time in " + zone + ")");
+        byId("when-help").textContent = "2 h: from now. +2 h: later than it is due. Or tomorrow 09:00, or " +
+            moment.tz(zone).format("YYYY-MM-DD HH:mm") + ", in " + zone + ".";
         dialog = new bootstrap.Modal(document.getElementById("delays-dialog"));
         document.getElementById("delays-dialog").addEventListener("shown.bs.modal", function () {
-            (wanted.verb === "reschedule" ? byId("countdown") : byId("no")).focus();
+            (wanted.verb === "reschedule" ? byId("at") : byId("no")).focus();
         });
         document.querySelectorAll(".modal").forEach(function (modal) {
             var opener = null;

@@ -19,7 +19,9 @@ from ...errors import CannotDelay, StoreUnavailable
 from ...keyed.record import key_and_kind
 from ...message import CANCELLED, HEADER
 from ...records.redis_listing import RedisListing
-from ...records.waiting import Outcome, Waiting
+from ...records.waiting import DueTime, Edit, Outcome, Waiting
+from ..virtual.from_store import entry_of as entry_of_message
+from ..virtual.from_store import message_of
 from ..virtual.wrapping import delivery_id_of, encoded, unwrapped, wrapped
 from .entry import entry_of, opened_entry
 from .store import RedisBrokerStore
@@ -31,13 +33,20 @@ class RedisWaitingTasks(RedisListing):
     def __init__(self, channel: Any) -> None:
         self._delays = channel.delays
         self._delays.prepare()
-        self._queue_of = channel.queue_of
+        self._queue_of, self._destination = channel.queue_of, channel.destination
         keys = self._delays.keys
         client = self._delays.own.client
         super().__init__(client, keys)
 
-    def _change(self, task_id: str, due_us: int | None, *, cancelled: bool) -> Outcome:
-        outcome = super()._change(task_id, due_us, cancelled=cancelled)
+    def _change(
+        self,
+        task_id: str,
+        due_us: int | DueTime | None,
+        *,
+        cancelled: bool,
+        edit: Edit | None = None,
+    ) -> Outcome:
+        outcome = super()._change(task_id, due_us, cancelled=cancelled, edit=edit)
         if outcome and due_us is None:
             # Due messages are moved into their queues now, so that they are not listed as waiting.
             with self._explained():
@@ -45,11 +54,24 @@ class RedisWaitingTasks(RedisListing):
         return outcome
 
     def _replace(
-        self, member: str, entry: bytes, due_us: int | None, *, cancelled: bool
+        self,
+        member: str,
+        entry: bytes,
+        due_us: int | None,
+        *,
+        cancelled: bool,
+        edit: Edit | None = None,
     ) -> tuple[str, int] | None:
         store: RedisBrokerStore = self._delays.own
         destination, envelope = opened_entry(entry)
         new_due_us = time_ns() // 1000 if due_us is None else due_us
+        if edit is not None:
+            queue = self._queue_of(destination, envelope) or None
+            edited = edit(entry_of_message(json.loads(envelope), queue, due_us=new_due_us))
+            message = message_of(edited)
+            envelope = encoded(message).encode()
+            if edited.queue is not None:
+                destination = self._destination(edited.queue, message)
         new = changed(envelope, new_due_us, cancelled=cancelled)
         with self._explained():
             if new is None:
