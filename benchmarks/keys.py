@@ -67,8 +67,9 @@ def run(bench: Bench) -> Result:
                 }
             )
             result.series[f"{place}: {label}"] = quartiles(each * 1e6 for each in seconds)
-        ratio = median(ways[DEBOUNCED]) / base
-        result.targets.append(Target(f"{place}, debounce : delayed (medians)", ratio, "≤", 1.5))
+        if place != "RabbitMQ":  # where the delayed task waits in the broker, and its key elsewhere
+            ratio = median(ways[DEBOUNCED]) / base
+            result.targets.append(Target(f"{place}, debounce : delayed (medians)", ratio, "≤", 1.5))
     return result
 
 

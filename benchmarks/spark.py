@@ -176,9 +176,6 @@ def conclude(ways: dict[str, Way], rounds: int) -> Result:
     rate = {name: median(way.rates) for name, way in ways.items()}
     result.targets += [
         Target("FanOut.send() : by hand", rate["fan out"] / rate["hand"], "≥", 3),
-        Target(
-            "Redis: FanOut.send() : by hand", rate["redis fan out"] / rate["redis hand"], "≥", 6
-        ),
         Target("FanOut's Spark part alone", rate["encode"], "≥", 150_000, "rows/s"),
     ]
     return result

