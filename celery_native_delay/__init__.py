@@ -11,6 +11,7 @@ kombu, set ``transport_options={"native_delay": True}`` and publish with :func:`
 from .app.delay import Delay
 from .app.install import install
 from .app.keyed import KeyedResult
+from .app.runs import Run, RunStatus
 from .app.transactions import in_transaction, outside_transaction
 from .errors import (
     BrokerFull,
@@ -66,6 +67,8 @@ __all__ = (
     "RateLine",
     "RefusedMessage",
     "RetryAfter",
+    "Run",
+    "RunStatus",
     "SettingsError",
     "StoreUnavailable",
     "TopologyMismatch",

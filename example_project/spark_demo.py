@@ -39,7 +39,7 @@ from example_project.orders import DAY, PATH
 #: Seconds of the data's day that pass in one second of the demo.
 SPEED = 86_400 / 20
 
-#: A rehearsal of the plan measures the speed of this machine. The jobs for plan, ledger and sending
+#: A rehearsal of the plan measures the speed of this machine. The jobs for plan and sending
 #: may take this many times longer than the rehearsal. Sending has at least the rate below.
 REHEARSALS = 2
 SLOWEST_PER_SECOND = 1_000
@@ -132,9 +132,8 @@ def demonstrate(asked: str | None, folder: Path, console: Console) -> bool:
             console.rule("plan")
             plan = fan_out.plan()
             console.print(str(plan), soft_wrap=True)
-            fan_out.ledger().write.parquet(str(ledger))  # before anything is sent
             console.rule("send")
-            result = fan_out.send()
+            result = fan_out.send(ledger=str(ledger))
             console.print(str(result), soft_wrap=True)
             console.rule("run")
             _wait_for(plan, record, console)

@@ -8,6 +8,7 @@ from . import (  # noqa: F401  each registers its commands
     plan,
     promote,
     rates,
+    runs,
     schedules,
     uninstall,
     waiting,

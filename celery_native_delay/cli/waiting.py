@@ -52,7 +52,8 @@ _filters = _all(
         "-s",
         "--search",
         default="",
-        help="Words that must all match: any, or name:… queue:… args:… kwargs:key=value key:…",
+        help="Words that must all match: any, or name:… queue:… run:… args:… kwargs:key=value "
+        "key:…",
     ),
     click.option(
         "--from",

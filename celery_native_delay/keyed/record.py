@@ -12,7 +12,8 @@ from hashlib import blake2b
 from typing import Any
 
 from ..errors import TopologyMismatch
-from ..texts import is_text
+from ..records.waiting import number_of
+from ..texts import is_text, storable
 
 VERSION = 1
 
@@ -157,3 +158,13 @@ def name_of(kind: str, task: str, key: str) -> str:
         return name
     digest = blake2b(name.encode(), digest_size=16).hexdigest()
     return f"{name.encode()[:120].decode(errors='ignore')}…{digest}"
+
+
+def name_of_once(task: str, task_id: str, retries: object) -> str:
+    """The name under which the claim of a task that is ``once`` is stored."""
+    return name_of("once", storable(task), f"{storable(task_id)}:{number_of(retries)}")
+
+
+def has_run_once(text: str | None) -> bool:
+    """Return True if this claim, which is stored and has not expired, is of a task that ran."""
+    return text is not None and Record.decoded(text).opener is not None

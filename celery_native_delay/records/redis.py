@@ -38,7 +38,7 @@ from .redis_listing import IndexKeys
 
 #: The kinds of stored state that :meth:`RedisRecords.latest` can list. A sorted set per kind has
 #: the names of the stored states.
-LISTED_KINDS = ("rate",)
+LISTED_KINDS = ("rate", "run")
 
 #: Reads a record. KEYS record, ids, due. Returns the time in µs, the text of the record or '', then
 #: member and due time of each message of the record's task.

@@ -1,8 +1,9 @@
 """Parses and matches searches for waiting tasks: words, quoted texts and ``field:word``.
 
 A task matches if all words match, case-insensitively. The fields are ``name``, ``queue``,
-``key``, ``args``, ``kwargs``, ``id`` (the task id, also called ``uuid``) and ``root`` (Celery's
-``root_id``). ``kwargs:order=7`` matches if the keyword argument ``order`` is exactly 7.
+``key``, ``args``, ``kwargs``, ``id`` (the task id, also called ``uuid``), ``root`` (Celery's
+``root_id``) and ``run`` (of Spark). ``kwargs:order=7`` matches if the keyword argument ``order`` is
+exactly 7.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ _FIELDS = {
     "uuid": "id",
     "id": "id",
     "root": "root_id",
+    "run": "run",
     "args": "args",
     "kwargs": "kwargs",
 }

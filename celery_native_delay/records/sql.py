@@ -65,6 +65,9 @@ RECORDS = Table(
 
 _RECORD = RECORDS.c
 
+#: Stored states that one statement reads.
+_LOADED_AT_ONCE = 500
+
 _OURS = _RECORD.owner == bindparam("mine"), _RECORD.kind == bindparam("its")
 #: Locks rows in one order for all processes, so that no two processes wait for each other.
 _LOCK = (
@@ -174,8 +177,21 @@ class SqlRecords(Database, Records):
     def load(self, names: Sequence[RecordName]) -> list[str | None]:
         def loaded(connection: Connection) -> list[str | None]:
             at_us = now_us(connection)
-            rows = (self.read_row(connection, name) for name in names)
-            return [None if row is None or row[1] < at_us else row[0] for row in rows]
+            found: dict[tuple[str, str], str] = {}
+            for kind, digests in by_kind.items():
+                asked = select(_RECORD.digest, _RECORD.text).where(
+                    _RECORD.owner == self.owner, _RECORD.kind == kind, _RECORD.kept_us >= at_us
+                )
+                for start in range(0, len(digests), _LOADED_AT_ONCE):
+                    some = _RECORD.digest.in_(digests[start : start + _LOADED_AT_ONCE])
+                    found |= {
+                        (kind, row[0]): row[1] for row in connection.execute(asked.where(some))
+                    }
+            return [found.get((name.kind, digest_of(name.name))) for name in names]
+
+        by_kind: dict[str, list[str]] = {}
+        for name in names:
+            by_kind.setdefault(name.kind, []).append(digest_of(name.name))
 
         return self.look_up(loaded)
 

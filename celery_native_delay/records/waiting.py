@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from enum import Enum
+from tempfile import TemporaryFile
 from typing import Any, TypeAlias, overload
 
 from .search import Word, is_itself_in_json, parse
@@ -14,6 +15,9 @@ from .search import Word, is_itself_in_json, parse
 #: The header with a rate-limited task's place (a number) in each of its lines, as a JSON object. A
 #: line is the waiting tasks with the same rate limit and key.
 PLACE = "native_delay_place"
+
+#: The header with the name of the Spark run that has sent the task.
+RUN = "native_delay_run"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +32,7 @@ class Waiting:
     - *keeps_result*: False if the task ignores its result (``ignore_result``).
     - *key* and *kind*: for example "user:7" and "debounce"; both "" for a task without a key.
     - *place*: the header ``native_delay_place`` of a waiting rate-limited task, or "".
+    - *run*: the name of the Spark run that has sent the task, or "".
     """
 
     id: str
@@ -45,6 +50,7 @@ class Waiting:
     key: str = ""
     kind: str = ""
     place: str = ""
+    run: str = ""
 
     @classmethod
     def of(
@@ -78,6 +84,7 @@ class Waiting:
             key,
             kind,
             str(headers.get(PLACE) or ""),
+            str(headers.get(RUN) or ""),
         )
 
     @property
@@ -100,6 +107,7 @@ class Waiting:
             "due": self.due.isoformat(timespec="milliseconds"),
             "retries": self.retries,
             "root_id": self.root_id,
+            "run": self.run,
             "delivery_id": self.delivery_id,
         }
 
@@ -119,7 +127,7 @@ class Query:
     Each field is one condition. A field that is None or () is no condition.
 
     - *words*: the words of the search text. The task must match all words.
-    - *name* and *queue*: the exact name and the exact queue of the task.
+    - *name*, *queue* and *run*: the exact name, queue and Spark run of the task.
     - *from_us*: the earliest due time in microseconds since the epoch.
     - *until_us*: a time in microseconds since the epoch; the task is due before this time.
     """
@@ -129,6 +137,7 @@ class Query:
     queue: str | None = None
     from_us: int | None = None
     until_us: int | None = None
+    run: str | None = None
 
     @classmethod
     def parse(cls, text: str) -> Query:
@@ -146,7 +155,7 @@ class Query:
     @property
     def is_by_time_only(self) -> bool:
         """True if this search has no condition except the due time."""
-        return not (self.words or self.name or self.queue)
+        return not (self.words or self.name or self.queue or self.run)
 
     @property
     def needle(self) -> str:
@@ -155,7 +164,7 @@ class Query:
         Every matching task contains this text. The text "" selects all tasks.
         """
         texts = [word.needle for word in self.words]
-        texts += [text.lower() for text in (self.name, self.queue) if text]
+        texts += [text.lower() for text in (self.name, self.queue, self.run) if text]
         return max(filter(is_itself_in_json, texts), key=len, default="")
 
     def matches(self, task: Waiting) -> bool:
@@ -163,6 +172,7 @@ class Query:
         return (
             (self.name is None or task.name == self.name)
             and (self.queue is None or task.queue == self.queue)
+            and (self.run is None or task.run == self.run)
             and (self.from_us is None or task.due_us >= self.from_us)
             and (self.until_us is None or task.due_us < self.until_us)
             and all(word.matches(task) for word in self.words)
@@ -309,15 +319,18 @@ class WaitingTasks(ABC):
         """Return up to *limit* tasks that match a search, earliest first. Skip *offset* tasks."""
 
     def ids(self, query: Query = ALL) -> Iterator[str]:
-        """Yield the ids of all waiting tasks that match a search, earliest due time first.
+        """Yield the ids of all waiting tasks that match a search, as :meth:`all` does."""
+        return (task.id for task in self.all(query))
 
-        Tasks are read 1,000 at a time. An id may be yielded twice.
+    def all(self, query: Query = ALL) -> Iterator[Waiting]:
+        """Yield all waiting tasks that match a search, earliest due time first.
+
+        Tasks are read 1,000 at a time. A task may be yielded twice.
         """
         skipped = 0
         while True:
             page = self.page(query, offset=skipped, limit=IDS_AT_ONCE).tasks
-            for task in page:
-                yield task.id
+            yield from page
             if len(page) < IDS_AT_ONCE:
                 return
             last_us = page[-1].due_us
@@ -362,6 +375,26 @@ class WaitingTasks(ABC):
         if isinstance(due_us, int):
             self._delays.check_reach(due_us)
         return self._change(task_id, due_us, cancelled=False, edit=edit)
+
+    def move_all(self, query: Query, by_us: int, now_us: int) -> int:
+        """Move the due times of all tasks that match a search; return the number of moved tasks.
+
+        A due time before *now_us* becomes now. Raises DelayTooLong, and moves no task, if a new due
+        time is too far away.
+        """
+        # In a file, as a moved task would be found again, and memory may not hold two million.
+        with TemporaryFile("w+") as noted:
+            due_us = now_us
+            for task in self.all(query):
+                due_us = max(task.due_us + by_us, due_us)
+                noted.write(f"{task.due_us + by_us} {task.id}\n")
+            self._delays.check_reach(due_us)
+            noted.seek(0)
+            pairs = (line.rstrip("\n").split(" ", 1) for line in noted)
+            return sum(
+                bool(self.move(task_id, int(at) if int(at) > now_us else None))
+                for at, task_id in pairs
+            )
 
     @abstractmethod
     def _found(self, task_id: str) -> list[tuple[Any, Any, Waiting]]:

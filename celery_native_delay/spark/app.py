@@ -11,10 +11,12 @@ from celery.app.routes import MapRoute
 from celery.local import Proxy
 from kombu.utils.imports import symbol_by_name
 
+from ..app import runs
 from ..app.installation import installation_of
 from ..bulk.batch import check_broker
 from ..errors import InvalidFanOut, UnsupportedBroker
 from ..rates.rate import Rate
+from ..records.runs import RunRecord
 from ..settings import DelaySettings
 from .options import FanOutOptions
 from .spreading import Spread, spread_of
@@ -150,3 +152,13 @@ def _routed_queues(routes: Sequence[Any]) -> set[str]:
                 queue = way.get("queue") if isinstance(way, dict) else None
                 found.add(getattr(queue, "name", queue) or "")
     return found
+
+
+def open_run(path: str, *run: Any) -> RunRecord | None:
+    """Note one more try of a run, as :func:`celery_native_delay.app.runs.open_run` does."""
+    return runs.open_run(load_app(path), *run)
+
+
+def close_run(path: str, *run: Any) -> None:
+    """Store the numbers of one try of a run."""
+    runs.close_run(load_app(path), *run)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
+from kombu.exceptions import OperationalError
 from pyspark import TaskContext
 
-from ..errors import InvalidFanOut
-from .app import Call, describe
+from ..errors import NativeDelayError, StoreUnavailable, described
+from .encode import SENT_COLUMNS
 from .receipts import Receipt
 from .sending import SendJob, send_rows
 
@@ -20,39 +22,62 @@ Batches = Iterator[Any]
 #: The schema of a DataFrame whose rows are pickled answers of executors.
 ANSWERS = "answer binary"
 
+#: The columns of an encoded row that a ledger has, apart from *id_cols*.
+LEDGER_COLUMNS = ("task_id", "due_us", "queue")
+
 #: The largest number of answers in one Arrow batch.
 _MOST_ANSWERS = 10_000
 
 
-def checker(call: Call) -> Callable[[Batches], Batches]:
-    """Return a mapInArrow() function that checks the app, and yields its settings or an error."""
+def asker(question: Callable[[], Any]) -> Callable[[Batches], Batches]:
+    """Return a mapInArrow() function that yields the answer of *question*, or its error."""
 
-    def check(batches: Batches) -> Batches:
+    def ask(batches: Batches) -> Batches:
         for _ in batches:
             try:
-                yield _batch([describe(call)])
-            except InvalidFanOut as exc:
+                yield _batch([question()])
+            except NativeDelayError as exc:
                 yield _batch([exc])
+            except (OperationalError, OSError) as exc:
+                yield _batch([StoreUnavailable(described(exc))])
 
-    return check
+    return ask
 
 
-def sender(job: SendJob) -> Callable[[Batches], Batches]:
-    """Return a mapInArrow() function that sends rows, and yields failures and counts."""
+def sender(job: SendJob, kept: Sequence[str] = ()) -> Callable[[Batches], Batches]:
+    """Return a mapInArrow() function that sends rows, and yields failures and counts.
+
+    After them come the columns *kept* of the accepted rows, without answers.
+    """
 
     def send(batches: Batches) -> Batches:
         context = TaskContext.get()
-        receipt = Receipt(context.partitionId(), context.attemptNumber())
-        rows = (
-            row
-            for batch in batches
-            for row in zip(*(column.to_pylist() for column in batch.columns), strict=True)
-        )
-        answers = chain(send_rows(rows, job, receipt), [receipt])
+        receipt = Receipt(context.partitionId(), context.taskAttemptId())
+        accepted: list[Any] = []
+
+        def rows() -> Iterator[tuple[Any, ...]]:
+            for batch in batches:
+                if kept:
+                    accepted.append(_accepted(batch, kept))
+                columns = [batch.column(name).to_pylist() for name in SENT_COLUMNS]
+                yield from zip(*columns, strict=True)
+
+        answers = chain(send_rows(rows(), job, receipt), [receipt])
         while batch := list(islice(answers, _MOST_ANSWERS)):
-            yield _batch(batch)
+            types = accepted[0].schema.types[:-1] if accepted else [pa.null()] * len(kept)
+            nulls = [pa.nulls(len(batch), kind) for kind in types]
+            yield _batch(batch, nulls, kept)
+        yield from accepted
 
     return send
+
+
+def _accepted(batch: Any, kept: Sequence[str]) -> Any:
+    """Return the columns *kept* of the rows of *batch* that are not rejected, with null answers."""
+    batch = batch.filter(pc.is_null(batch.column("error")))
+    columns = {name: batch.column(name) for name in kept}
+    columns["answer"] = pa.nulls(batch.num_rows, pa.binary())
+    return pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns))
 
 
 def answers_of(frame: Any) -> list[Any]:
@@ -60,6 +85,6 @@ def answers_of(frame: Any) -> list[Any]:
     return [pickle.loads(row.answer) for row in frame.collect()]
 
 
-def _batch(answers: list[Any]) -> Any:
+def _batch(answers: list[Any], nulls: Sequence[Any] = (), kept: Sequence[str] = ()) -> Any:
     pickled = pa.array([pickle.dumps(answer) for answer in answers], pa.binary())
-    return pa.RecordBatch.from_arrays([pickled], names=["answer"])
+    return pa.RecordBatch.from_arrays([*nulls, pickled], names=[*kept, "answer"])

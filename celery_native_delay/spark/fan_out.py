@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import logging
+import pickle
 from collections import Counter
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from time import monotonic
-from typing import Any, Unpack, cast
+from typing import Any, Unpack
 from uuid import uuid4
 
 from pyspark.errors import PySparkException
+from pyspark.sql import Observation
 from pyspark.sql import functions as f
 
+from ..app.runs import Run
+from ..due_time import due_us
 from ..durations import duration
-from ..errors import FanOutFailed, InvalidFanOut
+from ..errors import FanOutFailed, InvalidFanOut, NativeDelayError
+from ..now import moment
 from . import encode
-from .app import AppFacts, Call
+from .app import AppFacts, Call, close_run, describe, open_run
 from .encode import SENT_COLUMNS
-from .executor import ANSWERS, answers_of, checker, sender
+from .executor import ANSWERS, LEDGER_COLUMNS, answers_of, asker, sender
 from .live_counts import LiveCounts, context_of
 from .options import FanOutKeywords, FanOutOptions
 from .plan import Plan, make_plan
@@ -39,6 +45,13 @@ class FanOutResult:
     failures: list[Failure] = field(repr=False)
     """One :class:`Failure` per task that the broker has not confirmed."""
 
+    app: str = field(repr=False, default="")
+
+    @property
+    def run(self) -> Run:
+        """The run, to look after its tasks, if this process can import the app."""
+        return Run(self.run_id, app=self.app)
+
     @property
     def rows(self) -> int:
         """The number of rows of the DataFrame."""
@@ -53,6 +66,11 @@ class FanOutResult:
     def confirmed(self) -> int:
         """The number of tasks that the broker has confirmed."""
         return sum(receipt.confirmed for receipt in self.receipts)
+
+    @property
+    def done(self) -> int:
+        """The number of tasks that an earlier try has sent, and that have run; not sent again."""
+        return sum(receipt.done for receipt in self.receipts)
 
     @property
     def sent_after_due(self) -> int:
@@ -73,6 +91,7 @@ class FanOutResult:
     def __str__(self) -> str:
         failed = Counter(failure.outcome for failure in self.failures)
         more = "".join(f", {count:,} {outcome}" for outcome, count in failed.items())
+        more = (f", {self.done:,} done before" if self.done else "") + more
         late = self.sent_after_due
         after = f"; {late:,} were sent after they were due" if late else ""
         return (
@@ -95,8 +114,7 @@ class FanOut:
     ...     run_id="reminders-2026-11-20",
     ... )  # doctest: +SKIP
     >>> print(fan_out.plan())  # doctest: +SKIP
-    >>> fan_out.ledger().write.parquet("ledger")  # doctest: +SKIP
-    >>> print(fan_out.send())  # doctest: +SKIP
+    >>> print(fan_out.send(ledger="ledger"))  # doctest: +SKIP
 
     Creating a ``FanOut`` object starts no Spark job.
 
@@ -115,6 +133,7 @@ class FanOut:
             known = ", ".join(FanOutOptions.__dataclass_fields__)
             raise InvalidFanOut(f"expected options among {known}: {exc}") from exc
         self._df = df
+        self._has_run_id = "run_id" in options
         self._inputs, _ = encode.inputs(df, self.options)
 
     @property
@@ -129,30 +148,34 @@ class FanOut:
         Raises:
             InvalidFanOut: an executor cannot import the app, or the app lacks the task or a queue.
         """
-        call = Call.of(self.options)
+        facts: AppFacts = self._ask(partial(describe, Call.of(self.options)))
+        self._check_queues(facts)
+        return facts
+
+    def _ask(self, question: Callable[[], Any]) -> Any:
+        """Return the answer of *question*, which one executor calls, or raise its error."""
         one = self._df.sparkSession.range(1).coalesce(1)
         try:
-            (facts,) = answers_of(one.mapInArrow(checker(call), ANSWERS))
+            (answer,) = answers_of(one.mapInArrow(asker(question), ANSWERS))
         except PySparkException as exc:
             raise InvalidFanOut(
                 "expected celery_native_delay, pyarrow and the app's packages in the executors' "
                 f"Python (see PYSPARK_PYTHON), got {_last_line(exc)}"
             ) from exc
-        if isinstance(facts, InvalidFanOut):
-            raise facts
-        self._check_queues(facts)
-        return cast(AppFacts, facts)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
     @property
     def encoded(self) -> Any:
         """A DataFrame with one encoded task per row; a rejected row has the reason in ``error``."""
         return self._encoded(self._df)
 
-    def _encoded(self, df: Any, *keep: str) -> Any:
+    def _encoded(self, df: Any, *keep: str, options: FanOutOptions | None = None) -> Any:
         facts = self.facts
         return encode.encoded(
             df,
-            self.options,
+            options or self.options,
             longest_seconds=facts.longest_seconds,
             spread=facts.spread,
             keep=keep,
@@ -174,37 +197,13 @@ class FanOut:
             .select("row.*", f.col("error").alias("_error"))
         )
 
-    def ledger(self) -> Any:
-        """Return a DataFrame of the tasks to send. Store this DataFrame before :meth:`send`.
-
-        The columns are ``task_id``, ``run_id``, ``task``, ``due``, ``queue``, and the
-        columns in the option *id_cols*. :func:`reconcile` compares these rows with the workers'
-        telemetry. To send missing tasks again at the same due times, make a ``FanOut`` of the
-        stored rows.
-        """
-        keys = {
-            f"key{number}": column.replace("`", "")
-            for number, column in enumerate(self.options.id_cols)
-            if isinstance(column, str)
-        }
-        return (
-            self._encoded(self._df, *keys)
-            .where("error is null")
-            .select(
-                "task_id",
-                f.lit(self.run_id).alias("run_id"),
-                f.lit(self.options.task).alias("task"),
-                f.timestamp_micros("due_us").alias("due"),
-                f.coalesce("queue", f.lit(self.facts.route)).alias("queue"),
-                *(f.col(slot).alias(name) for slot, name in keys.items()),
-            )
-        )
-
-    def send(self, *, check: bool = True) -> FanOutResult:
+    def send(self, *, check: bool = True, ledger: str | None = None) -> FanOutResult:
         """Send all accepted rows as tasks, and return when the broker has confirmed the tasks.
 
-        If an executor is lost, Spark sends the partition again, with the same task ids. With the
-        option *once*, workers still run each task a single time.
+        The same rows may be sent any number of times with the same *run_id*, whole or in part, if
+        the app has a Redis broker or ``native_delay_store``: each task runs once. All tries reject
+        what the first one rejected, and count a *countdown* from its beginning. Tasks that have run
+        are not sent again.
 
         If the Spark job fails or is interrupted, the log has three numbers: tasks sent, confirmed,
         and in doubt (the broker may have received these tasks).
@@ -212,34 +211,37 @@ class FanOut:
         Args:
             check: if True, unconfirmed tasks cause FanOutFailed. If False, the method returns the
                 result, which lists these tasks.
+            ledger: the path to which Spark appends the tasks of this job, as Parquet, when it ends:
+                ``task_id``, ``run_id``, ``task``, ``due``, ``queue`` and the columns *id_cols*, for
+                :func:`reconcile`. They are the rows that were sent, or should have been.
 
         Raises:
-            InvalidFanOut: an executor cannot import the app, or the app lacks the task or a queue.
-                Nothing was sent.
+            InvalidFanOut: an executor cannot import the app, or the app lacks the task or a queue,
+                or the run was cancelled. Nothing was sent.
+            StoreUnavailable: the store or the Redis broker does not answer. Nothing was sent.
             FanOutFailed: the broker has not confirmed some tasks, which the error's *result* lists.
             pyspark.errors.PySparkException: the Spark job failed.
         """
-        spark = self._df.sparkSession
-        connections = self.options.connections
+        options, spark, job_id = self.options, self._df.sparkSession, uuid4().hex
+        _ = self.facts  # checks the app first
+        opening = partial(open_run, options.app, self.run_id, options.task, options.now_us)
+        run = self._ask(opening)
+        self._warn_of_repeats(run is not None)
+        if run is not None:
+            options = replace(options, now=moment(run.began_us))
+        keys = self._keys if ledger is not None else {}
+        frame = self._encoded(self._df, *keys, options=options)
         context = context_of(spark)
-        slots = connections if context is None else context.defaultParallelism
-        rate = self.options.max_rate
-        job_id = uuid4().hex
+        slots = options.connections if context is None else context.defaultParallelism
+        rate = options.max_rate
         started = monotonic()
-        # Few partitions, because each opens a connection; done again, as a rate shuffles the rows.
-        encoded = self._encoded(self._df.coalesce(connections)).coalesce(connections)
         with LiveCounts(spark, job_id) as counts:
-            job = SendJob(
-                self.options.app,
-                self.options.task,
-                rate / min(connections, slots) if rate else None,
-                self.options.once,
-                job_id,
-                counts.address,
+            each = None if rate is None else rate / min(options.connections, slots)
+            job = SendJob.of(
+                options, run, job_id, run_id=self.run_id, max_rate=each, driver=counts.address
             )
-            report = encoded.select(*SENT_COLUMNS).mapInArrow(sender(job), ANSWERS)
             try:
-                answers = answers_of(report)
+                answers = self._sent(frame, job, keys, ledger)
             except BaseException as exc:
                 ended = "was interrupted" if isinstance(exc, KeyboardInterrupt) else "failed"
                 logger.error(
@@ -253,17 +255,76 @@ class FanOut:
         failures = [answer for answer in answers if isinstance(answer, Failure)]
         receipts.sort(key=lambda receipt: receipt.partition)
         seconds = monotonic() - started
-        result = FanOutResult(self.run_id, seconds, receipts, failures)
+        result = FanOutResult(self.run_id, seconds, receipts, failures, options.app)
         warn_of_late_sending(result.sent_after_due, result.sent)
+        if run is not None:
+            self._close(result)
         if check and failures:
-            then = "send these rows again with the same run_id, which gives them the same task ids"
-            if self.options.rate:
-                then += (
-                    ", and with eta='due' of ledger() instead of rate, which would give them the "
-                    "due times of other tasks"
-                )
-            raise FanOutFailed(f"{result}; the first: {failures[0].reason}; {then}", result)
+            raise FanOutFailed(
+                f"{result}; the first: {failures[0].reason}; send the same rows again with the "
+                f"same run_id, which gives them the same task ids",
+                result,
+            )
         return result
+
+    @property
+    def _keys(self) -> dict[str, str]:
+        """The names of the columns *id_cols* by their names inside ``FanOut``."""
+        return {
+            f"key{number}": column.replace("`", "")
+            for number, column in enumerate(self.options.id_cols)
+            if isinstance(column, str)
+        }
+
+    def _sent(
+        self, frame: Any, job: SendJob, keys: dict[str, str], ledger: str | None
+    ) -> list[Any]:
+        """Send the rows of *frame*; return the answers of executors."""
+        # A shuffle, and no coalesce(): the rows are computed with all slots of the cluster, and
+        # sent by few tasks. By id, so that a repeated task of Spark has the same rows.
+        frame = frame.select(*keys, *SENT_COLUMNS).repartition(self.options.connections, "task_id")
+        if ledger is None:
+            return answers_of(frame.mapInArrow(sender(job), ANSWERS))
+        types = {field.name: field.dataType.simpleString() for field in frame.schema.fields}
+        kept = ", ".join(f"{name} {types[name]}" for name in (*keys, *LEDGER_COLUMNS))
+        told = Observation()
+        rows = frame.mapInArrow(sender(job, (*keys, *LEDGER_COLUMNS)), f"{kept}, {ANSWERS}")
+        rows = rows.observe(told, f.collect_list("answer").alias("answers"))
+        tasks = rows.where("answer is null").select(
+            "task_id",
+            f.lit(self.run_id).alias("run_id"),
+            f.lit(self.options.task).alias("task"),
+            f.timestamp_micros("due_us").alias("due"),
+            f.coalesce("queue", f.lit(self.facts.route)).alias("queue"),
+            *(f.col(slot).alias(name) for slot, name in keys.items()),
+        )
+        tasks.write.mode("append").parquet(ledger)
+        return [pickle.loads(answer) for answer in told.get["answers"]]
+
+    def _warn_of_repeats(self, is_stored: bool) -> None:
+        if not self._has_run_id:
+            logger.warning(
+                "native delay: run %s has a random name, so a repeated job sends all its tasks "
+                "again, and they run again: give run_id, such as the name and day of the job, and "
+                "id_cols",
+                self.run_id,
+            )
+        elif not is_stored:
+            logger.warning(
+                "native delay: without native_delay_store or a Redis broker, tasks of run %s that "
+                "are sent again run again",
+                self.run_id,
+            )
+
+    def _close(self, result: FanOutResult) -> None:
+        """Store the numbers of this try."""
+        sent = result.confirmed + result.done
+        counts = {"rows": result.rows, "sent": sent, "rejected": result.rejected}
+        last_us = max((due_us(r.last_eta) for r in result.receipts if r.last_eta), default=0)
+        try:
+            self._ask(partial(close_run, self.options.app, self.run_id, counts, last_us))
+        except NativeDelayError as exc:
+            logger.warning("native delay: the state of run %s is older: %s", self.run_id, exc)
 
     def _check_queues(self, facts: AppFacts) -> None:
         if self.options.queue is None or not self.options.check_queue:

@@ -74,9 +74,9 @@ class FanOutOptions:
     """If True, the task must be registered in the app. Use False for a task of another app."""
     check_queue: bool = True
     """If True, every queue name must occur in the app's configuration."""
-    once: bool = False
-    """If True, workers run each task a single time, even if Spark sends it twice. Needs a Redis
-    broker or ``native_delay_store``."""
+    once: bool | None = None
+    """If True, workers run each task a single time, however often it is sent. By default True with
+    a Redis broker or ``native_delay_store``, which True needs."""
     now: datetime = field(default_factory=lambda: datetime.now(UTC))
     """The time from which *countdown* counts: an aware datetime, the same on all executors."""
 
@@ -137,7 +137,7 @@ class FanOutKeywords(TypedDict, total=False):
     max_body_bytes: int
     check_task: bool
     check_queue: bool
-    once: bool
+    once: bool | None
     now: datetime
 
 
@@ -216,6 +216,7 @@ _RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "connections": ("a whole number from 1 to 1000", _whole(1, 1000)),
     "past": ('"reject" or "send"', ("reject", "send").__contains__),
     "max_body_bytes": ("bytes from 1", _whole(1, 1 << 31)),
-    **dict.fromkeys(("check_task", "check_queue", "once"), ("True or False", _is_flag)),
+    **dict.fromkeys(("check_task", "check_queue"), ("True or False", _is_flag)),
+    "once": ("True, False or None", lambda value: value is None or _is_flag(value)),
     "now": ("an aware datetime", lambda now: isinstance(now, datetime) and now.tzinfo is not None),
 }

@@ -25,11 +25,14 @@ class Receipt:
 
     partition: int
     attempt: int
+    """The id of the attempt of Spark's task, which no other attempt has."""
     rows: int = 0
     ids: int = 0
     """The sum of the CRC-32 checksums of all task ids in the partition."""
     sent: int = 0
     confirmed: int = 0
+    done: int = 0
+    """The number of tasks that an earlier try has sent, and that have run; not sent again."""
     by_template: int = 0
     """The number of tasks that were sent as copies of an encoded message."""
     seconds: float = 0.0

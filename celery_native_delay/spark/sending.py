@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from time import monotonic, sleep, time_ns
 from typing import Any
@@ -15,6 +16,7 @@ from zlib import crc32
 
 from pyspark import SparkFiles
 
+from ..app.runs import have_run
 from ..bulk.batch import Bulk
 from ..errors import (
     NativeDelayError,
@@ -27,11 +29,17 @@ from ..errors import (
 )
 from ..message import ONCE
 from ..now import moment
+from ..records.runs import RunRecord
+from ..records.waiting import RUN
 from .app import load_app
 from .live_counts import Reporter
+from .options import FanOutOptions
 from .receipts import Failure, Receipt
 
 logger = logging.getLogger(__name__)
+
+#: Rows of a repeated run that are looked up at once.
+_LOOKED_AT = 1000
 
 
 @dataclass(frozen=True)
@@ -44,10 +52,35 @@ class SendJob:
     """The largest number of Celery tasks per second on one connection; None is no limit."""
     once: bool = False
     """True if workers run each task a single time, even if Spark sends it twice."""
+    run: str | None = None
+    """The name of the run, whose state is stored; None if it is not."""
+    is_repeated: bool = False
+    """True if this is not the run's first try. Due tasks that ran are not sent again."""
+    moved_us: int = 0
+    """The time by which the tasks of the run were rescheduled."""
     id: str = ""
     """The id of the Spark job; each batch of a stream has its own id."""
     driver: tuple[str, int] | None = None
     """The host and port to which executors report counts; None if the driver does not listen."""
+
+    @classmethod
+    def of(
+        cls,
+        options: FanOutOptions,
+        run: RunRecord | None,
+        job_id: str,
+        *,
+        run_id: str,
+        max_rate: float | None = None,
+        driver: tuple[str, int] | None = None,
+    ) -> SendJob:
+        """Return the job that sends rows; *run* is the stored state of its run, if there is one."""
+        once, task = options.once, options.task
+        if run is None:
+            return cls(options.app, task, max_rate, bool(once), id=job_id, driver=driver)
+        is_once = once is None or once
+        again, moved_us = run.tries > 1, run.moved_us
+        return cls(options.app, task, max_rate, is_once, run_id, again, moved_us, job_id, driver)
 
 
 def send_rows(rows: Iterable[tuple[Any, ...]], job: SendJob, receipt: Receipt) -> Iterator[Failure]:
@@ -59,6 +92,8 @@ def send_rows(rows: Iterable[tuple[Any, ...]], job: SendJob, receipt: Receipt) -
     """
     started = monotonic()
     headers: dict[str, Any] = {ONCE: True} if job.once else {}
+    if job.run is not None:
+        headers[RUN] = job.run
     given_up = GivenUp(job.id)
     receipt.broken = given_up.reason()
     batch = Bulk(load_app(job.app), check=False, headers=headers)
@@ -70,7 +105,9 @@ def send_rows(rows: Iterable[tuple[Any, ...]], job: SendJob, receipt: Receipt) -
     with ExitStack() as stack:
         stack.callback(reporter.end, batch)
         stack.enter_context(batch)
-        for task_id, due_us, body, queue, priority, expires_us, error in rows:
+        for task_id, due_us, body, queue, priority, expires_us, error in _not_done(
+            rows, job, receipt
+        ):
             receipt.rows += 1
             receipt.ids += crc32(task_id.encode()) if task_id else 0
             if error is not None:
@@ -90,6 +127,7 @@ def send_rows(rows: Iterable[tuple[Any, ...]], job: SendJob, receipt: Receipt) -
                 options[queue, priority] = sent_options
             if expires_us is not None:
                 sent_options = {**sent_options, "expires": _utc_text(expires_us)}
+            due_us += job.moved_us
             eta = _utc_text(due_us)
             if eta > receipt.last_eta:  # as texts, because all have the same format
                 receipt.last_eta = eta
@@ -123,6 +161,24 @@ def send_rows(rows: Iterable[tuple[Any, ...]], job: SendJob, receipt: Receipt) -
     receipt.confirmed = result.confirmed
     receipt.by_template = result.by_template
     receipt.seconds = monotonic() - started
+
+
+def _not_done(
+    rows: Iterable[tuple[Any, ...]], job: SendJob, receipt: Receipt
+) -> Iterator[tuple[Any, ...]]:
+    """Yield the rows whose tasks have not run; count the others as done."""
+    if not (job.is_repeated and job.once):
+        yield from rows
+        return
+    app, remaining = load_app(job.app), iter(rows)
+    while some := list(islice(remaining, _LOOKED_AT)):
+        now_us = time_ns() // 1000
+        due = [row[0] for row in some if row[-1] is None and row[1] + job.moved_us <= now_us]
+        ran = have_run(app, job.task, due) if due else set()
+        left = [row for row in some if row[0] not in ran]
+        receipt.rows += len(some) - len(left)
+        receipt.done += len(some) - len(left)
+        yield from left
 
 
 def _utc_text(us: int) -> str:

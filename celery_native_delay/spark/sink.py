@@ -10,7 +10,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from uuid import uuid4
 
@@ -23,7 +23,9 @@ from pyspark.sql.datasource import (
 
 from ..durations import seconds_of
 from ..errors import FanOutFailed, InvalidFanOut
-from .app import Call, describe
+from ..now import moment
+from ..records.runs import BATCH_KIND, RUN_KIND, RunRecord
+from .app import Call, describe, open_run
 from .encode import Encoder
 from .options import FanOutOptions
 from .receipts import Receipt
@@ -57,6 +59,11 @@ def parsed(texts: Mapping[str, str]) -> dict[str, Any]:
                 "format('celery') gets one row after another and cannot spread them by a rate: use "
                 "FanOut(df, rate=…), in a stream within foreachBatch"
             )
+        if name in ("max_rate", "connections"):
+            raise InvalidFanOut(
+                f"format('celery') sends each partition by itself, and cannot keep {name}: use "
+                f"FanOut(df, {name}=…), in a stream within foreachBatch"
+            )
         if name not in _PARSERS:
             raise InvalidFanOut(
                 f"unknown option {name!r} of format('celery'); known: {', '.join(_PARSERS)}"
@@ -87,7 +94,9 @@ class Writer(DataSourceArrowWriter):
             FanOutFailed: the broker has not confirmed some tasks. Spark sends the partition again.
             InvalidFanOut: a row is rejected, and the option *on_reject* is "fail".
         """
-        return self._send(iterator, self._options.run_id, self._job_id)
+        run_id = self._options.run_id
+        run = self._open(run_id, RUN_KIND) if self._has_run_id else None
+        return self._send(iterator, run_id, self._job_id, run)
 
     def commit(self, messages: list[Any]) -> None:
         """Log the number of sent tasks."""
@@ -117,22 +126,29 @@ class Writer(DataSourceArrowWriter):
         for slot, position in zip(read, self._positions, strict=True):
             types[slot.name] = schema.fields[position].dataType
             check_type(slot, types[slot.name], has_zone=fan_out.eta_zone is not None)
-        self._encoder = Encoder(
-            fan_out,
-            types,
-            longest_seconds=facts.longest_seconds,
-            queues=facts.queues if fan_out.check_queue else None,
-        )
+        self._types, self._longest_seconds = types, facts.longest_seconds
+        self._queues = facts.queues if fan_out.check_queue else None
 
-    def _send(self, batches: Iterable[Any], run_id: str, job_id: str) -> Sent:
+    def _open(self, run_id: str, kind: str) -> RunRecord | None:
+        """Note that this partition is sent, so that its repetition rejects the same rows."""
+        options = self._options
+        return open_run(options.app, run_id, options.task, options.now_us, kind)
+
+    def _send(
+        self, batches: Iterable[Any], run_id: str, job_id: str, run: RunRecord | None
+    ) -> Sent:
         fan_out = self._options
+        if run is not None:
+            fan_out = replace(fan_out, now=moment(run.began_us))
+        encoder = Encoder(
+            fan_out, self._types, longest_seconds=self._longest_seconds, queues=self._queues
+        )
         context = TaskContext.get()
         assert context is not None
-        receipt = Receipt(context.partitionId(), context.attemptNumber())
-        rate = fan_out.max_rate and fan_out.max_rate / fan_out.connections
+        receipt = Receipt(context.partitionId(), context.taskAttemptId())
         first, count = None, 0
-        job = SendJob(fan_out.app, fan_out.task, rate, fan_out.once, job_id)
-        for failure in send_rows(self._encoded(batches, run_id), job, receipt):
+        job = SendJob.of(fan_out, run, job_id, run_id=run_id)
+        for failure in send_rows(self._encoded(encoder, batches, run_id), job, receipt):
             first, count = first or failure, count + 1
         if first is not None:
             raise FanOutFailed(
@@ -141,10 +157,12 @@ class Writer(DataSourceArrowWriter):
             )
         return Sent(receipt)
 
-    def _encoded(self, batches: Iterable[Any], run_id: str) -> Iterator[tuple[Any, ...]]:
+    def _encoded(
+        self, encoder: Encoder, batches: Iterable[Any], run_id: str
+    ) -> Iterator[tuple[Any, ...]]:
         for batch in batches:
             columns = [batch.column(position) for position in self._positions]
-            for number, row in enumerate(self._encoder.rows(columns, run_id)):
+            for number, row in enumerate(encoder.rows(columns, run_id)):
                 if self._fails_on_reject and row[-1] is not None:
                     raise InvalidFanOut(
                         f"{row[-1]}: {_shown(batch, number)}; leave such rows out, or say "
@@ -167,8 +185,9 @@ class StreamWriter(Writer, DataSourceStreamWriter):
         context = TaskContext.get()
         assert context is not None
         query, batch = map(context.getLocalProperty, _QUERY_AND_BATCH)
-        run_id = self._options.run_id if self._has_run_id else query
-        return self._send(iterator, f"{run_id}-{batch}", f"{self._job_id}-{batch}")
+        run_id = f"{self._options.run_id if self._has_run_id else query}-{batch}"
+        run = self._open(run_id, BATCH_KIND)
+        return self._send(iterator, run_id, f"{self._job_id}-{batch}", run)
 
     def commit(self, messages: list[Any], batchId: int) -> None:  # type: ignore[override]  # noqa: N803
         """Log the number of sent tasks of the micro batch."""
@@ -250,7 +269,6 @@ _PARSERS: dict[str, tuple[str, Any]] = {
     **{"kwargs_cols": ("kwargs", _named), "args_cols": ("args", _names)},
     **{"id_cols": ("id_cols", _names), "on_reject": ("on_reject", _on_reject)},
     **{name: (name, seconds_of) for name in ("smear",)},
-    **{name: (name, int) for name in ("connections", "max_body_bytes")},
+    "max_body_bytes": ("max_body_bytes", int),
     **{name: (name, _flag) for name in ("check_task", "check_queue", "once")},
-    "max_rate": ("max_rate", float),
 }

@@ -1,7 +1,7 @@
 """Spread due times by a rate limit: tasks with the same key are due one after another.
 
 In addition, Celery workers enforce the rate limit. The due times depend on all rows and the current
-time. To send tasks again with the same due times, send the stored rows of ``FanOut.ledger()``.
+time. A repeated run has the time of its first try, so the same rows have the same due times.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from ..app.delay import adopt_rates
 from ..app.installation import installation_of, keep_celerys_own_off
 from ..app.retrying import teach_tasks
 from ..app.schedules import schedule_records, scheduler_class
-from ..errors import NativeDelayError, SettingsError, StoreUnavailable, described
+from ..errors import NativeDelayError, NoStore, SettingsError, StoreUnavailable, described
 from ..settings import DelaySettings
 from ..transports.interface import Promoter, Wait, WorkerPart, lines_of
 from .attendant import Attendant
@@ -152,6 +152,8 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
             if self._rated is not None:
                 self._rated.come_back_late_us = round(part.comes_back_late_seconds * 1_000_000)
             self._revoked.state = channel.state_of_revoked()
+            with suppress(NoStore):
+                self._revoked.runs = channel.records(settings)
             prepared = part.prepare(where)
         except (NativeDelayError, *c.connection.channel_errors) as exc:
             logger.critical(

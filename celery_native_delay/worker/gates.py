@@ -13,11 +13,19 @@ from ..due_time import due_us
 from ..errors import described
 from ..records.cancelled import was_cancelled
 from ..records.interface import Records
+from ..records.runs import read_run
+from ..records.waiting import RUN
 from ..settings import DelaySettings
 from .arrival import Announce, Arrival, Drop, Gate, Ruling, WaitUntil
 from .in_time import in_time
 
 logger = get_logger(__name__)
+
+#: Microseconds for which a worker trusts what it has read of a run.
+_RUN_READ_EVERY_US = 1_000_000
+
+#: The largest number of runs that a worker remembers.
+_MOST_RUNS = 1000
 
 
 def gates(
@@ -65,34 +73,56 @@ def early_of_ours(arrival: Arrival) -> Ruling | None:
 
 
 class Revoked:
-    """A check before a task runs: announce a task that was cancelled while it waited in the broker.
+    """A check before a task runs: announce a task that was cancelled where nothing can remove it.
 
-    Nothing can remove the message from the broker, so the store keeps the id of the cancelled task.
-    If the store is away, the task waits.
+    The task waited in the broker beside a store, which keeps its id. Or all tasks of its Spark run
+    were cancelled, with one word in the state of the run. If the store is away, the task waits.
     """
 
     def __init__(self) -> None:
         self.state: Records | None = None
         """The state in the store; None if no task waits in the broker beside a store."""
+        self.runs: Records | None = None
+        """The state of runs: in the store, or in the Redis broker; None if there is neither."""
         self._is_told = False
+        #: By run: when it was read, and if it was cancelled.
+        self._known: dict[str, tuple[int, bool]] = {}
 
     def __call__(self, arrival: Arrival) -> Ruling | None:
         delayed, state = arrival.delayed, self.state
-        if delayed is None or delayed.stored or state is None or not arrival.has_headers:
+        if not arrival.has_headers:
+            return None
+        if delayed is None or delayed.stored:
+            state = None
+        run = arrival.fields.get(RUN) if self.runs is not None else None
+        if state is None and not isinstance(run, str):
             return None
         try:
-            is_revoked = in_time(lambda: was_cancelled(state, arrival.id))
+            is_revoked = isinstance(run, str) and self._is_cancelled(run, arrival.now_us)
+            if state is not None and not is_revoked:
+                is_revoked = in_time(lambda: was_cancelled(state, arrival.id))
         except Exception as exc:  # of any driver
             if not self._is_told:
                 self._is_told = True
                 logger.warning(
-                    "native delay: tasks that waited in the broker wait until the store answers, "
-                    "as it knows the cancelled ones: %s",
+                    "native delay: tasks that waited in the broker, or are of a Spark run, wait "
+                    "until the store answers, as it knows the cancelled ones: %s",
                     described(exc),
                 )
-            return arrival.until_store_answers(delayed.delivery_id)
+            return arrival.until_store_answers(None if delayed is None else delayed.delivery_id)
         self._is_told = False
         return Announce() if is_revoked else None
+
+    def _is_cancelled(self, run: str, now_us: int) -> bool:
+        runs = self.runs
+        read_us, is_cancelled = self._known.get(run, (0, False))
+        if runs is not None and not 0 <= now_us - read_us < _RUN_READ_EVERY_US:
+            known = in_time(lambda: read_run(runs, run))
+            is_cancelled = known is not None and known.cancelled
+            if len(self._known) >= _MOST_RUNS:
+                self._known.clear()
+            self._known[run] = now_us, is_cancelled
+        return is_cancelled
 
 
 def cancelled(arrival: Arrival) -> Ruling | None:

@@ -22,13 +22,11 @@ from ..app.transactions import claim, store_of_app
 from ..durations import DAY_US
 from ..errors import NoStore, described
 from ..keyed import rules
-from ..keyed.record import name_of
+from ..keyed.record import name_of_once
 from ..message import ONCE
 from ..per_process import PerProcess
-from ..records.waiting import number_of
 from ..settings import DelaySettings
 from ..store.interface import Store
-from ..texts import storable
 from .arrival import Arrival, AskAgain, Drop, Ruling, WaitUntil
 from .leases import Held, leases_of
 from .unique import PAUSE_SECONDS, give_back, is_here
@@ -51,7 +49,7 @@ class Once:
             return None
         if arrival.id in worker_state.revoked:
             return None
-        name = _name(arrival.name, arrival.id, arrival.fields.get("retries"))
+        name = name_of_once(arrival.name, arrival.id, arrival.fields.get("retries"))
         here = partial(is_here, arrival)
         leases = leases_of(self._app)
         try:
@@ -82,13 +80,9 @@ def free_taken(arrival: Arrival) -> None:
     token = headers.get(ONCE)
     if isinstance(token, str):
         headers[ONCE] = True  # its next delivery is once, too
-        name = _name(arrival.name, arrival.id, arrival.fields.get("retries"))
+        name = name_of_once(arrival.name, arrival.id, arrival.fields.get("retries"))
         rule = partial(rules.end, token=token)
         leases_of(arrival.consumer.app).settle_in_time(name, rule, token=token)
-
-
-def _name(task: str, task_id: str, retries: Any) -> str:
-    return name_of("once", storable(task), f"{storable(task_id)}:{number_of(retries)}")
 
 
 def _claim_of(task: Any) -> tuple[str, str] | None:
@@ -97,7 +91,7 @@ def _claim_of(task: Any) -> tuple[str, str] | None:
     token = vars(request).get(ONCE)
     if not isinstance(token, str) or request.is_eager or installation_of(task.app) is None:
         return None
-    return _name(task.name, request.id, request.retries), token
+    return name_of_once(task.name, request.id, request.retries), token
 
 
 @signals.task_prerun.connect(weak=False)  # type: ignore[untyped-decorator]

@@ -25,6 +25,7 @@ from kombu.exceptions import ContentDisallowed, DecodeError
 from ..keyed.record import HEADER as KEY
 from ..message import ONCE
 from ..now import time_ns, utc_now
+from ..records.waiting import RUN
 from ..schedules.state import BEAT_TASK
 from ..schedules.state import HEADER as OCCURRENCE
 from ..transports.interface import Wait
@@ -301,7 +302,7 @@ class GatedStrategies(dict[str, Any]):
 
 
 #: The headers that gates read, apart from ``eta``.
-_READ = frozenset((KEY, ONCE, OCCURRENCE, BEAT_TASK))
+_READ = frozenset((KEY, ONCE, OCCURRENCE, BEAT_TASK, RUN))
 
 
 def _is_unmarked(message: Any, fields: Mapping[str, Any]) -> bool:

@@ -390,7 +390,3 @@ def test_a_plan_counts_rows_rejects_queues_and_due_times(
     assert "have the task id of another row" in str(plan)
     assert fan_out.rejected().count() == 3_000 - len(sent)
     assert fan_out.rejected().columns == [*df.columns, "_error"]
-    ledger = fan_out.ledger()
-    assert ledger.columns == ["task_id", "run_id", "task", "due", "queue", "number"]
-    one = ledger.where("number = 5").first()
-    assert one.task_id == task_id_of(fan_out.run_id, "shop.remind", 5)

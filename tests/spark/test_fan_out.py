@@ -366,7 +366,7 @@ def test_during_an_outage_each_unsent_row_is_a_failure(
 
 
 def test_a_task_that_the_broker_refuses_fails_the_run(spark: Any, make_app: MakeApp) -> None:
-    """The error tells how to send the refused rows again at the due times of their rate."""
+    """The error tells how to send the refused rows again."""
     installed_rabbitmq()
     with private_rabbitmq(management=False, config="max_message_size = 100000") as broker:
         df = spark.range(100).selectExpr(
@@ -382,7 +382,7 @@ def test_a_task_that_the_broker_refuses_fails_the_run(spark: Any, make_app: Make
             run_id="r",
             rate="100/s",
         )
-        told = r"99 confirmed, 0 rejected, 1 refused.*eta='due' of ledger\(\) instead of rate"
+        told = r"99 confirmed, 0 rejected, 1 refused.*send the same rows again with the same run_id"
         with pytest.raises(FanOutFailed, match=told) as e:
             fan_out.send()
         (failure,) = e.value.result.failures

@@ -16,15 +16,17 @@ from celery_native_delay.worker.attempt import FIELDS, SUCCESS
 
 
 def test_missing_tasks_are_sent_again_under_their_ids(
-    spark: Any, make_app: Callable[..., str], tmp_path: Path
+    spark: Any, make_app: Callable[..., str], native_delay_redis_url: str, tmp_path: Path
 ) -> None:
-    """Plan, ledger, telemetry without two tasks, verdicts, a fan-out of these two; no broker."""
+    """Send with a ledger, telemetry without two tasks, verdicts, a fan-out of these two."""
     orders = spark.range(20).selectExpr(
         "id as order_id", "timestamp'2026-11-20 09:00:00' as remind_at", "concat('a', id) as text"
     )
-    app = make_app("amqp://nobody@127.0.0.1:1")
+    app = make_app(native_delay_redis_url)
     same = {"app": app, "task": "shop.remind", "run_id": "nov", "id_cols": ["order_id"]}
-    ledger = FanOut(orders, eta="remind_at", past="send", kwargs=["text"], **same).ledger()
+    sent = FanOut(orders, eta="remind_at", past="send", kwargs=["text"], **same)
+    sent.send(ledger=str(tmp_path / "ledger"))
+    ledger = spark.read.parquet(str(tmp_path / "ledger"))
     planned = {row.order_id: row.task_id for row in ledger.collect()}
     lost = {planned.pop(3), planned.pop(17)}
 
@@ -35,9 +37,10 @@ def test_missing_tasks_are_sent_again_under_their_ids(
         json.dumps(dict.fromkeys(FIELDS) | started | {"id": task_id, "outcome": SUCCESS})
         for task_id in planned.values()
     ]
-    (tmp_path / "telemetry.jsonl").write_text("\n".join(lines) + "\n")
+    (tmp_path / "telemetry").mkdir()
+    (tmp_path / "telemetry/1.jsonl").write_text("\n".join(lines) + "\n")
 
-    found = reconcile(ledger, read_events(spark, str(tmp_path)))
+    found = reconcile(ledger, read_events(spark, str(tmp_path / "telemetry")))
     assert {name: count for name, count in found.counts().items() if count} == {
         "ok": 18,
         "missing": 2,
@@ -45,5 +48,5 @@ def test_missing_tasks_are_sent_again_under_their_ids(
     again = found.missing()
     assert {row.task_id for row in again.collect()} == lost
     repair = FanOut(again.join(orders, "order_id"), eta="due", past="send", kwargs=["text"], **same)
-    assert {row.task_id for row in repair.ledger().collect()} == lost
+    assert {row.task_id for row in repair.encoded.collect()} == lost
     assert repair.plan().accepted == 2
