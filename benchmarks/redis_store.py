@@ -25,6 +25,7 @@ from benchmarks.measuring import (
     quartiles,
     quiet,
 )
+from celery_native_delay.store.interface import Row
 from celery_native_delay.testing import PrivateRedis, private_redis
 from celery_native_delay.transports.redis.entry import Destination, entry_of
 from celery_native_delay.transports.redis.store import BATCH, RedisBrokerStore, Rounds
@@ -172,12 +173,16 @@ def fill(bench: Bench, one: Pending, what: str, count: int, due_us: Callable[[in
 def store_all(one: Pending, name: str, numbers: range, due_us: Callable[[int], int]) -> None:
     with one.store.client.pipeline(transaction=False) as pipe:
         for number in numbers:
-            method, arguments = one.store.add_command(member(name, number), due_us(number), ENTRY)
+            method, arguments = one.store.add_command(row(member(name, number), due_us(number)))
             getattr(pipe, method)(*arguments)
         pipe.execute()
 
 
 ENTRY = entry_of(Destination((QUEUE,)), ENVELOPE)
+
+
+def row(name: str, due_us: int) -> Row:
+    return Row(name, name, due_us, ENTRY)
 
 
 def member(name: str, number: int) -> str:
@@ -196,7 +201,7 @@ def add_some(one: Pending, number: int) -> None:
     for index in range(BLOCK):
         name = member("added", number * BLOCK + index)
         started = perf_counter()
-        one.store.add(name, due_us, ENTRY)
+        one.store.add([row(name, due_us)])
         block.append(perf_counter() - started)
     one.add_seconds.append(median(block))
 

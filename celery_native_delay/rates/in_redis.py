@@ -12,8 +12,8 @@ from typing import Any
 
 from ..records.interface import RecordName, T, tried_again
 from ..records.redis import RedisRecords
+from ..records.redis_keys import IndexKeys
 from ..records.redis_link import RedisLink
-from ..records.redis_listing import IndexKeys
 from .in_records import RecordedLines
 from .line import KEPT_US, SET_KEPT_US, VERSION, Asked, Decide, Line, Turn
 from .rate import Rate
@@ -137,7 +137,7 @@ class RedisLines(RecordedLines):
         what = f"the lines of rated tasks at {where}"
         self._link = RedisLink(pool, what, timeout_seconds=_TIMEOUT_SECONDS)
         self._keys = keys
-        super().__init__(RedisRecords(self._link, keys, (keys.due, keys.ids)))
+        super().__init__(RedisRecords(self._link, keys))
         #: The rates that were set by ``Delay.set_rate``, by line.
         self._set: dict[str, Rate] = {}
         #: The time in µs, set by tests. None means the server's time.

@@ -77,19 +77,6 @@ Decide: TypeAlias = Callable[[Snapshot], Change[T]]
 Publish: TypeAlias = Callable[[int, str, int], Any]
 
 
-class IndexEntry(NamedTuple):
-    """A message in the list of waiting messages.
-
-    - *member*: the message's name in the list, ``<task id>:<delivery id>``.
-    - *due_us*: the due time in microseconds since the epoch.
-    - *entry*: the message as text.
-    """
-
-    member: str
-    due_us: int
-    entry: str | bytes
-
-
 def tried_again(name: str, attempt: Callable[[], T | None]) -> T:
     """Call *attempt* until the result is not None, and return the result.
 

@@ -7,7 +7,7 @@ data format changes.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from secrets import token_hex
 from time import time_ns
 from typing import Any
@@ -25,7 +25,6 @@ from .interface import (
     ANSWER_SECONDS,
     Change,
     Decide,
-    IndexEntry,
     Publish,
     RecordName,
     Records,
@@ -33,8 +32,8 @@ from .interface import (
     T,
     tried_again,
 )
+from .redis_keys import ROWS, IndexKeys
 from .redis_link import NOW
-from .redis_listing import IndexKeys
 
 #: The kinds of stored state that :meth:`RedisRecords.latest` can list. A sorted set per kind has
 #: the names of the stored states.
@@ -59,44 +58,34 @@ return found
 """
 )
 
-#: Changes a record and its waiting messages in one step. KEYS due, messages, ids, record, names of
-#: the record's kind, wake, parked. ARGV 1: name of the record if its kind is listed, else '-'; 2-4:
-#: text of the record as it was read, new text, TTL in ms; 5-7: member, due time in µs and entry of
-#: the new message, or '' three times; from 8 on: members to remove. Returns 0, and writes nothing,
-#: if the record or a member has changed since it was read. A full Redis permits a change without a
-#: new message, because the first command needs no memory.
+#: Changes a record and its waiting messages in one step. KEYS 10-11: record, names of the record's
+#: kind. ARGV 1: name of the record if its kind is listed, else '-'; 2-4: text of the record as it
+#: was read, new text, TTL in ms; 5-7: name, due time in µs and content of the new message, or ''
+#: three times; from 8 on: messages to remove. Returns 0, and writes nothing, if the record or a
+#: message has changed since it was read. A full Redis permits a change without a new message.
 _COMPARE_AND_SET = (
-    NOW
+    ROWS
     + """
-if (redis.call('GET', KEYS[4]) or '') ~= ARGV[2] then return 0 end
+local record, listed = KEYS[10], KEYS[11]
+if (call('GET', record) or '') ~= ARGV[2] then return 0 end
+local gone = {}
 for at = 8, #ARGV do
-    if not redis.call('ZSCORE', KEYS[3], ARGV[at]) then return 0 end
+    if not call('ZSCORE', ids, ARGV[at]) then return 0 end
+    gone[#gone + 1] = ARGV[at]
 end
 if ARGV[3] == '' then
-    redis.call('DEL', KEYS[4])
-    redis.call('ZREM', KEYS[5], ARGV[1])
+    call('DEL', record)
+    call('ZREM', listed, ARGV[1])
 else
-    if ARGV[5] == '' then redis.call('DEL', KEYS[4]) end
-    redis.call('SET', KEYS[4], ARGV[3], 'PX', ARGV[4])
+    if ARGV[5] == '' then call('DEL', record) end
+    call('SET', record, ARGV[3], 'PX', ARGV[4])
     if ARGV[1] ~= '-' then
-        if ARGV[2] == '' then redis.call('ZREMRANGEBYSCORE', KEYS[5], '-inf', now) end
-        redis.call('ZADD', KEYS[5], string.format('%.0f', now + ARGV[4] * 1000), ARGV[1])
+        if ARGV[2] == '' then call('ZREMRANGEBYSCORE', listed, '-inf', now) end
+        call('ZADD', listed, string.format('%.0f', now + ARGV[4] * 1000), ARGV[1])
     end
 end
-for at = 8, #ARGV do
-    redis.call('ZREM', KEYS[1], ARGV[at])
-    redis.call('HDEL', KEYS[2], ARGV[at])
-    redis.call('ZREM', KEYS[3], ARGV[at])
-    redis.call('ZREM', KEYS[7], ARGV[at])
-end
-if ARGV[5] ~= '' then
-    redis.call('HSET', KEYS[2], ARGV[5], ARGV[7])
-    redis.call('ZADD', KEYS[1], ARGV[6], ARGV[5])
-    redis.call('ZADD', KEYS[3], 0, ARGV[5])
-    if redis.call('ZRANGE', KEYS[1], 0, 0)[1] == ARGV[5] then
-        redis.call('ZADD', KEYS[6], ARGV[6], 'earlier')
-    end
-end
+if #gone > 0 then forget(gone) end
+if ARGV[5] ~= '' then add(5, 5) end
 return 1
 """
 )
@@ -123,13 +112,15 @@ class RedisRecords(Records):
     Args:
         link: an object with the calls ``run(script, keys, *arguments)`` and ``ask(*command)``.
         keys: the names of the keys.
-        told: the keys *wake* and *parked* of the messages.
+        added: called with the due time of each message that a change has added.
     """
 
-    def __init__(self, link: Any, keys: IndexKeys, told: tuple[str, str]) -> None:
+    def __init__(
+        self, link: Any, keys: IndexKeys, added: Callable[[int], object] = lambda due_us: None
+    ) -> None:
         self._link = link
         self.keys = keys
-        self._told = told
+        self._added = added
 
     def load(self, names: Sequence[RecordName]) -> list[str | None]:
         if not names:
@@ -171,23 +162,27 @@ class RedisRecords(Records):
                 new = publish(change.due_us, token_hex(16), ahead_us)
             if new is None and change.text == snapshot.text:
                 return change
-            return change if self._compare_and_set(name, snapshot, change, new) else None
+            if not self._compare_and_set(name, snapshot, change, new):
+                return None
+            if new is not None:
+                self._added(new.due_us)
+            return change
 
         return tried_again(name.name, attempt).answer
 
     def _compare_and_set(
-        self, name: RecordName, before: Snapshot, change: Change[Any], new: IndexEntry | None
+        self, name: RecordName, before: Snapshot, change: Change[Any], new: Any
     ) -> bool:
         keys = self.keys
         gone = [member for member, _ in before.messages] if change.replaces else ()
         done = self._link.run(
             _COMPARE_AND_SET,
-            [*keys.index, keys.record(name), keys.names(name.kind), *self._told],
+            [*keys.all, keys.record(name), keys.names(name.kind)],
             name.name if name.kind in LISTED_KINDS else "-",
             before.text or "",
             change.text or "",
             max(change.kept_us - before.now_us, 0) // 1000 + 1,
-            *(new or ("", "", "")),
+            *(("", "", "") if new is None else (new.name, new.due_us, new.entry)),
             *gone,
         )
         return bool(done)

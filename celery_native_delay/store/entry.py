@@ -22,6 +22,12 @@ from ..texts import digest_of, storable
 
 VERSION = 1
 
+#: Says why a message cannot be rescheduled.
+NO_TASK = (
+    "expected a task of protocol 2, whose ETA is in its headers: only such can be rescheduled, "
+    "others can be cancelled"
+)
+
 #: kombu's dumps() makes a new encoder for each call, and takes three times as long.
 _as_json: Callable[[Any], str] = JSONEncoder(separators=(",", ":")).encode
 _plain_json: Callable[[str], Any] = JSONDecoder().decode
@@ -124,19 +130,21 @@ class StoreEntry:
         Raises CannotDelay if the message is not a task of protocol 2.
         """
         if not self.is_task:
-            raise CannotDelay(
-                "expected a task of protocol 2, whose ETA is in its headers: only such can be "
-                "rescheduled, others can be cancelled"
-            )
+            raise CannotDelay(NO_TASK)
         return self.due_at(due_us)
+
+    def changed(self, due_us: int, *, cancelled: bool) -> StoreEntry | None:
+        """Return the entry with another due time, or of a cancelled task, which a worker announces.
+
+        Returns None for another message that is cancelled, as no consumer would know the mark.
+        """
+        if cancelled and not self.is_task:
+            return None
+        return replace(self.moved(due_us), cancelled=cancelled)
 
     def edited(self, edit: Edit | None) -> StoreEntry:
         """Return the entry as *edit* changes it; itself if *edit* is None."""
         return self if edit is None else edit(self)
-
-    def revoked(self, now_us: int) -> StoreEntry:
-        """Return the entry of the cancelled task, which a worker announces at once."""
-        return replace(self.due_at(now_us), cancelled=True)
 
     def told(self) -> dict[str, Any]:
         """Return the properties to publish at the due time, with this package's header."""

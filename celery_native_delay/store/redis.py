@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import closing
 from functools import cached_property
 from itertools import chain
 from secrets import token_hex
-from typing import Any, TypeVar
+from typing import Any
 
-from redis.exceptions import RedisError
-
-from ..errors import StoreUnavailable
 from ..finding import Finding
-from ..records.interface import Decide, IndexEntry, Publish, RecordName
 from ..records.redis import RedisRecords, redis_client
-from ..records.redis_link import NOW, RedisLink
-from ..records.redis_listing import IndexKeys, RedisListing, throw_away
-from ..records.waiting import Edit, Waiting, WaitingTasks
+from ..records.redis_keys import ROWS, IndexKeys
+from ..records.redis_link import RedisLink
+from ..records.waiting import WaitingTasks
 from ..redis_server import findings
-from ..texts import storable
 from ..urls import without_password
-from .entry import StoreEntry, waiting_of
 from .interface import (
     BATCH,
     LEASE_SECONDS,
@@ -35,8 +30,7 @@ from .interface import (
     WaitingRow,
     family_of,
 )
-
-T = TypeVar("T")
+from .redis_tasks import RedisTasks
 
 #: Part of the names of all keys. Increase it when the data format changes.
 VERSION = 1
@@ -44,38 +38,13 @@ VERSION = 1
 #: Rows that one script writes, moves or removes. So many take a few milliseconds.
 _AT_ONCE = 500
 
-#: All scripts have the same KEYS, in the order of :attr:`Keys.all`.
-#:
-#: A script that has written may write on although maxmemory is reached. So :data:`_ADD`, which
-#: fills Redis, begins with a command that needs memory; others begin with one that needs none.
-_KEYS = """
-local due, messages, ids, taken = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
-local tokens, parked, refusals, cancelled = KEYS[5], KEYS[6], KEYS[7], KEYS[8]
-local call = redis.call
-"""
-
-#: ARGV name, due time in µs and entry of each row.
-_ADD = (
-    _KEYS
-    + """
-for at = 1, #ARGV, 3 do
-    call('HSET', messages, ARGV[at], ARGV[at + 2])
-    call('ZADD', due, ARGV[at + 1], ARGV[at])
-    call('ZADD', ids, 0, ARGV[at])
-    call('ZREM', taken, ARGV[at])
-    call('HDEL', tokens, ARGV[at])
-    call('ZREM', parked, ARGV[at])
-    call('HDEL', refusals, ARGV[at])
-    call('ZREM', cancelled, ARGV[at])
-end
-"""
-)
+#: All scripts have the KEYS :attr:`IndexKeys.all`. ARGV name, due time in µs and entry of each row.
+ADD = ROWS + "add(1, #ARGV - 2)"
 
 #: ARGV token, lease in µs, µs that a row must be late, limit. Returns the time, the time of the
 #: first row that waits or '', then name, entry and refusals of each row that is taken.
 _TAKE = (
-    _KEYS
-    + NOW
+    ROWS
     + """
 local function exact(number) return string.format('%.0f', number) end
 local until_us = exact(now - ARGV[3])
@@ -118,8 +87,7 @@ end
 #: ARGV token, number of published rows, their names, then for each row that goes on to wait:
 #: name, pause in µs, 1 if parked, its refusals as text. Rows with another token stay as they are.
 _SETTLE = (
-    _KEYS
-    + NOW
+    ROWS
     + _FREE
     + """
 local published = tonumber(ARGV[2])
@@ -147,8 +115,7 @@ end
 
 #: ARGV 1 to release all parked rows, limit. Returns the number of rows that wait again.
 _RELEASE = (
-    _KEYS
-    + NOW
+    ROWS
     + _FREE
     + """
 local at = string.format('%.0f', now)
@@ -166,22 +133,18 @@ return released
 )
 
 #: ARGV name, entry as it was, new due time or '' for now, new entry or '' to remove the row, 1 if
-#: the task is cancelled.
+#: the row is a cancelled one of a store.
 #: Returns the due time, or '' if the row was taken or changed meanwhile.
 _REPLACE = (
-    _KEYS
-    + NOW
+    ROWS
     + """
 local name = ARGV[1]
 if call('HGET', messages, name) ~= ARGV[2] or not call('ZSCORE', ids, name) then return '' end
 local at = ARGV[3] == '' and string.format('%.0f', now) or ARGV[3]
-call('ZREM', parked, name)
-call('HDEL', refusals, name)
 if ARGV[4] == '' then
-    call('HDEL', messages, name)
-    call('ZREM', due, name)
-    call('ZREM', ids, name)
+    forget({name})
 else
+    unmark({name})
     call('HSET', messages, name, ARGV[4])
     if ARGV[5] == '1' then
         call('ZREM', due, name)
@@ -189,6 +152,7 @@ else
         call('ZADD', cancelled, at, name)
     else
         call('ZADD', due, at, name)
+        tell({name})
     end
 end
 return at
@@ -197,7 +161,7 @@ return at
 
 #: Returns the first due time of a cancelled or else a waiting row, or ''.
 _NEXT = (
-    _KEYS
+    ROWS
     + """
 for _, key in ipairs({cancelled, due}) do
     local first = call('ZRANGE', key, 0, 0, 'WITHSCORES')[2]
@@ -207,9 +171,10 @@ return ''
 """
 )
 
-#: ARGV lowest due time in µs, limit. Returns the due time, the name and the entry of each row.
-_ROWS = (
-    _KEYS
+#: ARGV lowest due time in µs, limit. Returns the due time, the name and the entry of each row; the
+#: entry is '' if it is lost.
+_ROWS_AFTER = (
+    ROWS
     + """
 local found = {}
 local names = call('ZRANGE', due, ARGV[1], '+inf', 'BYSCORE', 'LIMIT', 0, ARGV[2])
@@ -222,17 +187,29 @@ return found
 """
 )
 
-#: Returns the time, the numbers of waiting, taken, parked and overdue rows, and the first due time.
+#: Returns the time, the numbers of waiting, taken, parked and overdue rows, the first due time, and
+#: the number of entries without a row. It is a script because Redis refuses even reading
+#: transactions while maxmemory is reached.
 _CENSUS = (
-    _KEYS
-    + NOW
+    ROWS
     + """
 local at = string.format('%.0f', now)
 local first = call('ZRANGE', due, 0, 0, 'WITHSCORES')[2] or ''
+local waits, held, refused = call('ZCARD', due), call('ZCARD', taken), call('ZCARD', parked)
+local rows = waits + held + refused + call('ZCARD', cancelled)
 return {
-    at, call('ZCARD', due), call('ZCARD', taken), call('ZCARD', parked),
-    call('ZCOUNT', due, '-inf', at), first,
+    at, waits, held, refused, call('ZCOUNT', due, '-inf', at), first, call('HLEN', messages) - rows,
 }
+"""
+)
+
+#: ARGV 1 for parked rows, else waiting ones; limit. Deletes rows, and returns their number.
+_PURGE = (
+    ROWS
+    + """
+local names = call('ZRANGE', ARGV[1] == '1' and parked or due, 0, ARGV[2] - 1)
+if #names > 0 then forget(names) end
+return #names
 """
 )
 
@@ -242,44 +219,129 @@ class RedisStoreKeys(IndexKeys):
 
     def __init__(self, namespace: str) -> None:
         super().__init__(f"{namespace}.store.v{VERSION}")
-        #: Sorted sets of names: taken rows by the end of their lease, parked rows by next attempt.
-        self.taken, self.parked = f"{self.space}.taken", f"{self.space}.parked"
-        #: Hashes by name: the token of the dispatcher that took the row, after "!" if the row is
-        #: cancelled; its refusals.
-        self.tokens, self.refusals = f"{self.space}.tokens", f"{self.space}.refusals"
-        #: A sorted set of names: cancelled rows, which are published at once.
-        self.cancelled = f"{self.space}.cancelled"
-        self.all = [
-            *self.index,
-            *(self.taken, self.tokens, self.parked, self.refusals, self.cancelled),
-        ]
         #: A set of the namespaces of all virtual hosts.
         self.family = f"{family_of(namespace)}.stores.v{VERSION}"
-        #: Told of an earlier row by a script that also serves Redis brokers.
-        self.wake = f"{self.space}.wake"
 
 
-class RedisStore(Store):
+class RedisRows(ABC):
+    """The waiting messages of one namespace, in a store or in a Redis broker."""
+
+    client: Any
+    """A plain ``redis.Redis`` that returns bytes."""
+
+    link: Any
+    """An object with the calls ``run(script, keys, *arguments)`` and ``ask(*command)``."""
+
+    keys: IndexKeys
+
+    what: str
+    """The name of this object in errors."""
+
+    @cached_property
+    def state(self) -> RedisRecords:
+        return RedisRecords(self.link, self.keys, lambda due_us: self.note_added(due_us))
+
+    @abstractmethod
+    def note_added(self, due_us: int) -> None:
+        """Called with the due time of each new row."""
+
+    @abstractmethod
+    def _is_dispatched(self) -> bool:
+        """Return True if a process publishes due messages."""
+
+    def _run(self, script: str, *arguments: Any) -> Any:
+        return self.link.run(script, self.keys.all, *arguments)
+
+    def add(self, rows: Sequence[Row]) -> None:
+        for start in range(0, len(rows), _AT_ONCE):
+            some = rows[start : start + _AT_ONCE]
+            self._run(ADD, *chain.from_iterable((row.name, row.due_us, row.entry) for row in some))
+        self.note_added(min(row.due_us for row in rows))
+
+    def replace(
+        self, name: str, entry: bytes, due_us: int | None, new: str, *, cancelled: bool
+    ) -> int | None:
+        """Change a waiting row, or remove it if *new* is ""; None as *due_us* means now.
+
+        Returns the due time, or None if the row is taken, or its entry is not *entry* any more.
+        *cancelled* is True if a store publishes the row at once, and lists it no more.
+        """
+        told = "" if due_us is None else due_us
+        at_us = self._run(_REPLACE, name, entry, told, new, int(cancelled))
+        if not at_us:
+            return None
+        self.note_added(int(at_us))
+        return int(at_us)
+
+    def remove(self, key: Any, entry: str) -> bool:
+        return bool(self._run(_REPLACE, key, entry, "", "", ""))
+
+    def purge(self, *, parked: bool) -> int:
+        purged = 0
+        while some := int(self._run(_PURGE, int(parked), _AT_ONCE)):
+            purged += some
+        return purged
+
+    # --- seen ----------------------------------------------------------------------------
+
+    def census(self) -> Census:
+        return self.census_and_surplus()[0]
+
+    def census_and_surplus(self) -> tuple[Census, int]:
+        """Return the census, and the number of entries without a row; negative if some are lost."""
+        at_us, waiting, taken, parked, overdue, first, surplus = self._run(_CENSUS)
+        until_us = _time(first) - int(at_us) if first else None
+        return Census(waiting, taken, parked, overdue, until_us, self._is_dispatched()), surplus
+
+    def parked_entries(self, limit: int) -> list[tuple[str, str]]:
+        """Return entry and reason of up to *limit* parked rows, the longest parked ones first."""
+        names = self.link.ask("ZRANGE", self.keys.parked, 0, limit - 1) if limit else []
+        if not names:
+            return []
+        entries = self.link.ask("HMGET", self.keys.messages, *names)
+        told = self.link.ask("HMGET", self.keys.refusals, *names)
+        return [
+            (entry.decode(), (why or b"").decode().partition(" ")[2])
+            for entry, why in zip(entries, told, strict=True)
+            if entry is not None
+        ]
+
+    def rows_after(self, row: WaitingRow | None, *, limit: int) -> list[WaitingRow]:
+        last = (0, b"") if row is None else (row.next_us, row.key)
+        # Rows of the same due time as the last one come again, and are left out.
+        while True:
+            found = self._run(_ROWS_AFTER, last[0], limit)
+            triples = zip(map(_time, found[::3]), found[1::3], found[2::3], strict=True)
+            rows = [
+                WaitingRow(name, next_us, entry.decode())
+                for next_us, name, entry in triples
+                if (next_us, name) > last and entry
+            ]
+            if rows or len(found) < 3 * limit:
+                return rows
+            limit *= 2
+
+    def now_us(self) -> int:
+        seconds, microseconds = self.link.ask("TIME")
+        return int(seconds) * 1_000_000 + int(microseconds)
+
+
+class RedisStore(RedisRows, Store):
     """The waiting tasks of one namespace in Redis or Valkey."""
 
     look_seconds = 0.1
+    keys: RedisStoreKeys
 
     def __init__(self, url: str, namespace: str, *, timeout_seconds: float) -> None:
-        super().__init__()
+        Store.__init__(self)
         self.url = url
         self.where = without_password(url)
+        self.what = f"the store at {self.where}"
         self._use(namespace)
         # The limit of a call is for connecting and for the answer.
         self.client = redis_client(url, timeout_seconds=timeout_seconds / 2)
-        self.link = RedisLink(
-            self.client.connection_pool,
-            f"the store at {self.where}",
-            timeout_seconds=timeout_seconds / 2,
-        )
-
-    @cached_property
-    def state(self) -> RedisState:
-        return RedisState(self)
+        pool = self.client.connection_pool
+        self.link = RedisLink(pool, self.what, timeout_seconds=timeout_seconds / 2)
 
     def tasks(self, delays: Any) -> WaitingTasks:
         return RedisTasks(self, delays)
@@ -298,16 +360,13 @@ class RedisStore(Store):
         self.link.close()
         self.client.close()
 
-    def _run(self, script: str, *arguments: Any) -> Any:
-        return self.link.run(script, self.keys.all, *arguments)
+    def note_added(self, due_us: int) -> None:
+        self.on_add(due_us)
 
-    # --- in and out ----------------------------------------------------------------------
+    def _is_dispatched(self) -> bool:
+        return Store._is_dispatched(self)
 
-    def add(self, rows: Sequence[Row]) -> None:
-        for start in range(0, len(rows), _AT_ONCE):
-            some = rows[start : start + _AT_ONCE]
-            self._run(_ADD, *chain.from_iterable((row.name, row.due_us, row.entry) for row in some))
-        self.on_add(min(row.due_us for row in rows))
+    # --- out -----------------------------------------------------------------------------
 
     def next_due_us(self) -> int | None:
         first = self._run(_NEXT)
@@ -343,50 +402,8 @@ class RedisStore(Store):
 
     # --- seen ----------------------------------------------------------------------------
 
-    def census(self) -> Census:
-        at_us, waiting, taken, parked, overdue, first = self._run(_CENSUS)
-        first_us = _time(first) if first else None
-        until_us = None if first_us is None else first_us - int(at_us)
-        return Census(waiting, taken, parked, overdue, until_us, self._is_dispatched())
-
     def parked(self, limit: int) -> list[ParkedRow]:
-        names = self.link.ask("ZRANGE", self.keys.parked, 0, limit - 1) if limit else []
-        if not names:
-            return []
-        entries = self.link.ask("HMGET", self.keys.messages, *names)
-        told = self.link.ask("HMGET", self.keys.refusals, *names)
-        return ParkedRow.all_of(
-            (entry.decode(), (why or b"").decode().partition(" ")[2])
-            for entry, why in zip(entries, told, strict=True)
-            if entry is not None
-        )
-
-    def rows_after(self, row: WaitingRow | None, *, limit: int) -> list[WaitingRow]:
-        last = (0, b"") if row is None else (row.next_us, row.key)
-        # Rows of the same due time as the last one come again, and are left out.
-        while True:
-            found = self._run(_ROWS, last[0], limit)
-            triples = zip(map(_time, found[::3]), found[1::3], found[2::3], strict=True)
-            rows = [
-                WaitingRow(name, next_us, entry.decode())
-                for next_us, name, entry in triples
-                if (next_us, name) > last
-            ]
-            if rows or len(found) < 3 * limit:
-                return rows
-            limit *= 2
-
-    def remove(self, key: Any, entry: str) -> bool:
-        return bool(self._run(_REPLACE, key, entry, "", "", ""))
-
-    def now_us(self) -> int:
-        seconds, microseconds = self.link.ask("TIME")
-        return int(seconds) * 1_000_000 + int(microseconds)
-
-    def purge(self, *, parked: bool) -> int:
-        source = self.keys.parked if parked else self.keys.due
-        keys = [source, self.keys.messages, self.keys.ids]
-        return throw_away(self.link, keys, "-inf", "+inf")
+        return ParkedRow.all_of(self.parked_entries(limit))
 
     def clear(self) -> int:
         self.link.ask("SREM", self.keys.family, self.namespace)
@@ -398,84 +415,9 @@ class RedisStore(Store):
             return list(findings(client, key=f"{self.keys.space}.trial", where=where))
 
 
-class RedisState(RedisRecords):
-    """The state of keys, rates and schedules; a change of a key and its row is one script."""
-
-    def __init__(self, store: RedisStore) -> None:
-        super().__init__(store.link, store.keys, (store.keys.wake, store.keys.parked))
-        self._store = store
-
-    def change(self, name: RecordName, decide: Decide[T], publish: Publish | None = None) -> T:
-        if publish is None:
-            return super().change(name, decide)
-        added: list[int] = []
-
-        def entry_of(due_us: int, delivery_id: str, clock_ahead_us: int) -> IndexEntry:
-            row: Row = publish(due_us, delivery_id, clock_ahead_us)
-            added[:] = [row.due_us]
-            return IndexEntry(row.name, row.due_us, row.entry)
-
-        answer = super().change(name, decide, entry_of)
-        for due_us in added:
-            self._store.on_add(due_us)
-        return answer
-
-
-class RedisTasks(RedisListing):
-    """Lists, cancels and reschedules the waiting tasks in Redis."""
-
-    def __init__(self, store: RedisStore, delays: Any) -> None:
-        super().__init__(store.client, store.keys)
-        self._store = store
-        self._delays = delays
-
-    def _decoded(self, member: str, entry: bytes, due_us: int) -> Waiting | None:
-        return waiting_of(entry.decode())
-
-    def _replace(
-        self,
-        member: str,
-        entry: bytes,
-        due_us: int | None,
-        *,
-        cancelled: bool,
-        edit: Edit | None = None,
-    ) -> tuple[str, int] | None:
-        before = StoreEntry.decoded(entry.decode()).edited(edit)
-        at_us = self._store.now_us() if due_us is None else due_us
-        new = ""
-        if before.is_task or not cancelled:  # no other consumer would know the mark
-            new = (before.revoked(at_us) if cancelled else before.moved(at_us)).encoded()
-        told = "" if due_us is None else due_us
-        done = self._store._run(_REPLACE, member, entry, told, new, int(cancelled))
-        if not done:
-            return None
-        self._store.on_add(int(done))
-        return member, int(done)
-
-    def _is_taken(self, task_id: str) -> bool:
-        names = self._store.link.ask("ZRANGE", self._store.keys.taken, 0, -1)
-        return any(_is_of(name.decode(), task_id) for name in names)
-
-    def _found(self, task_id: str) -> list[tuple[str, bytes, Waiting]]:
-        return super()._found(storable(task_id))
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        try:
-            yield
-        except (RedisError, OSError) as exc:
-            where = f"the store at {self._store.where} does not work"
-            raise StoreUnavailable(f"{where}: {str(exc).rstrip('.')}") from exc
-
-
 def _count_of(told: bytes) -> int:
     return int(told.partition(b" ")[0] or 0)
 
 
 def _time(score: bytes) -> int:
     return int(float(score))
-
-
-def _is_of(name: str, task_id: str) -> bool:
-    return name.rpartition(":")[0] == storable(task_id)

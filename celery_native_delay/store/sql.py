@@ -598,11 +598,9 @@ class SqlTasks(SqlListing):
 
         def replaced(connection: Connection) -> int | None:
             new_us = now_us(connection) if due_us is None else due_us
-            this: Any
-            if cancelled and not before.is_task:  # its consumer would not know the mark
-                this = delete(TASKS)
-            else:
-                new = before.revoked(new_us) if cancelled else before.moved(new_us)
+            new = before.changed(new_us, cancelled=cancelled)
+            this: Any = delete(TASKS)
+            if new is not None:
                 state = CANCELLED if cancelled else WAITING
                 values = {"state": state, "next_us": new_us, "refusals": 0, "reason": None}
                 this = update(TASKS).values(values | {"entry": new.encoded()})

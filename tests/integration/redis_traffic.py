@@ -9,7 +9,9 @@ from typing import Any
 from kombu import Connection
 
 from celery_native_delay.redis_server import Server
+from celery_native_delay.store.interface import Row
 from celery_native_delay.transports.redis.delays import RedisDelays
+from celery_native_delay.transports.redis.entry import Destination, entry_of
 from celery_native_delay.transports.redis.promoter import RedisPromoter
 from celery_native_delay.transports.redis.store import HandedOver, RedisBrokerStore
 from tests.traffic import beside
@@ -29,6 +31,15 @@ def delays_of(connection: Any) -> RedisDelays:
 
 def store_of(connection: Any) -> RedisBrokerStore:
     return delays_of(connection).own
+
+
+def row(name: str, due_us: int, destination: Destination, envelope: str) -> Row:
+    return Row(name, name, due_us, entry_of(destination, envelope))
+
+
+def entries(store: RedisBrokerStore) -> int:
+    """The number of all stored messages: waiting, parked or lost."""
+    return int(store.client.hlen(store.keys.messages))
 
 
 def promote(store: RedisBrokerStore) -> HandedOver:

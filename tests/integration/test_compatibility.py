@@ -20,6 +20,7 @@ from celery_native_delay.testing import PrivateRedis, private_redis
 from celery_native_delay.transports.redis.entry import opened_entry
 from celery_native_delay.transports.redis.keys import RedisBrokerKeys
 from celery_native_delay.transports.redis.store import RedisBrokerStore
+from tests.integration.redis_traffic import row
 from tests.unit.test_compatibility import (
     BODY,
     DESTINATION,
@@ -27,7 +28,6 @@ from tests.unit.test_compatibility import (
     GOLDEN,
     OWNER,
     assert_works,
-    entry_of,
     filled,
     in_the_past,
 )
@@ -79,6 +79,6 @@ if __name__ == "__main__":
         with closing(store_at(redis.url, OWNER, timeout_seconds=5)) as made:
             filled(made)
         for name, due_us in {"due": 1, "waiting": FAR_US}.items():
-            RedisBrokerStore(redis.client, BROKER).add(name, due_us, entry_of(DESTINATION, BODY))
+            RedisBrokerStore(redis.client, BROKER).add([row(name, due_us, DESTINATION, BODY)])
         lines = ",\n".join(json.dumps(each, ensure_ascii=False) for each in dumped(redis.client))
     (GOLDEN / f"redis_{sys.argv[1]}.json").write_text(in_the_past(f"[\n{lines}\n]\n"))

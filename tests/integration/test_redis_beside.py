@@ -194,6 +194,23 @@ def test_a_full_redis_takes_no_task_and_lets_waiting_ones_go(server: ServerName)
         assert listed(store) == ["order-4"]
 
 
+def test_a_row_leaves_nothing_when_it_is_removed_in_any_way(empty_redis: PrivateRedis) -> None:
+    """And a row whose entry another program has deleted does not stop what reads the others."""
+    with closing(store_at(empty_redis.url, "tests", timeout_seconds=10)) as found:
+        assert isinstance(found, redis_store.RedisStore)
+        store, broker = found, Broker()
+        broker.refuses |= {"order-1", "order-2", "order-3"}
+        add(store, 1, 2, 3, wait_us=-1)
+        assert not dispatched(store, broker)
+        assert empty_redis.client.hlen(store.keys.refusals) == 3
+        first, second, third = store.rows_after(None, limit=9)
+        empty_redis.client.hdel(store.keys.messages, first.key)
+        assert store.rows_after(None, limit=9) == [second, third]
+        assert store.remove(second.key, second.entry)
+        assert store.purge(parked=False) == 2
+        assert not empty_redis.client.exists(*store.keys.all[:-1])
+
+
 def test_sentinels_that_are_away_cost_no_more_than_the_timeout() -> None:
     store = store_at("sentinel://127.0.0.1:1,127.0.0.1:2/shop/0", "tests", timeout_seconds=5)
     began = monotonic()

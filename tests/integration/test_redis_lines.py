@@ -17,7 +17,7 @@ from celery_native_delay.rates.in_redis import RedisLines
 from celery_native_delay.rates.line import Asked, Line, ask_all, name_of
 from celery_native_delay.records.interface import RecordName, Snapshot
 from celery_native_delay.records.redis import RedisRecords
-from celery_native_delay.records.redis_listing import IndexKeys
+from celery_native_delay.records.redis_keys import IndexKeys
 from celery_native_delay.testing import PrivateRedis, private_redis
 
 NOON_US = 1_795_176_000_000_000
@@ -41,7 +41,7 @@ def lines(server: PrivateRedis) -> Iterator[RedisLines]:
 def lines_on(server: PrivateRedis) -> RedisLines:
     pool = redis.ConnectionPool.from_url(server.url)
     lines = RedisLines(pool, IndexKeys("test"), server.url)
-    lines._records = StoppedRecords(lines._link, IndexKeys("test"), ("", ""))
+    lines._records = StoppedRecords(lines._link, IndexKeys("test"))
     return lines
 
 

@@ -16,7 +16,7 @@ from celery_native_delay.transports.redis.entry import Destination, entry_of
 from celery_native_delay.transports.redis.promoter import RedisPromoter
 from pytest_celery_native_delay import installed
 from tests.brokers import self_signed_certificate
-from tests.integration.redis_traffic import connector, delaying, promoting, store_of
+from tests.integration.redis_traffic import connector, delaying, promoting, row, store_of
 from tests.sentinel import PrivateSentinel, private_sentinel
 from tests.traffic import inbox, publish
 from tests.waiting import wait_until
@@ -126,8 +126,8 @@ def test_many_promoters_share_what_is_due(empty_redis: PrivateRedis) -> None:
         store = store_of(connection)
         begin_us = store.now_us() + 2_000_000
         for number in range(300):
-            entry = entry_of(Destination(("jobs",)), str(number))
-            store.add(f"task-{number}", begin_us + number * 5_000, entry)
+            due_us = begin_us + number * 5_000
+            store.add([row(f"task-{number}", due_us, Destination(("jobs",)), str(number))])
         empty_redis.client.config_resetstat()
         wait_until(lambda: sum(promoter.promoted for promoter in promoters) == 300)
         looks = empty_redis.client.info("commandstats")["cmdstat_evalsha"]["calls"]
@@ -159,7 +159,7 @@ def test_messages_wait_through_a_failover(sentinel: PrivateSentinel) -> None:
         wait_until(lambda: promoter.promoted == 21)
         assert sentinel.master.client.llen("jobs") == 21
         with delaying(sentinel.url, transport_options=master) as connection:
-            publish(connection, "after", "jobs", delay=0.2)
+            publish(connection, "after", "jobs", delay=3)
             wait_until(lambda: promoter.promoted == 22)
 
 

@@ -25,6 +25,7 @@ from tests.integration.redis_traffic import (
     connector,
     delaying,
     delays_of,
+    entries,
     promote,
     promoting,
     store_of,
@@ -100,7 +101,7 @@ def test_a_delayed_message_goes_to_the_lists_of_the_immediate_one(
                 assert lists(empty_redis) == {}
                 make_due(connection)
                 promote_all(connection)
-                assert store_of(connection).census().entries == 0
+                assert entries(store_of(connection)) == 0
             found.append(lists(empty_redis))
     assert found[0] == found[1]
 
@@ -196,7 +197,7 @@ def test_kombus_producer_batch_sends_nothing_after_an_error(empty_redis: Private
 
         with pytest.raises(LookupError):
             change_ones_mind()
-        assert store_of(connection).census().entries == 0
+        assert entries(store_of(connection)) == 0
 
 
 def test_over_a_unix_socket(empty_redis: PrivateRedis) -> None:

@@ -59,6 +59,21 @@ def test_a_message_that_is_no_task_is_listed_and_does_not_stop_run_all_now(
     assert delay.cancel(note)
 
 
+def test_a_full_server_lets_waiting_tasks_be_cancelled_and_rescheduled(
+    app: Celery, delay: Delay, empty_redis: PrivateRedis
+) -> None:
+    for number in range(2):
+        send_task(app, number, countdown=1000)
+    cancelled, moved = delay.ids()
+    empty_redis.client.config_set("maxmemory", 1)
+    try:
+        assert delay.cancel(cancelled)
+        assert delay.reschedule(moved, countdown=2000)
+    finally:
+        empty_redis.client.config_set("maxmemory", 0)
+    assert list(delay.ids()) == [moved]
+
+
 def test_a_queue_is_listed_with_its_whole_name(app: Celery, delay: Delay) -> None:
     """Without the priority that kombu appends, and also if the name contains kombu's ``sep``."""
     app.conf.broker_transport_options = {"global_keyprefix": PREFIX, "sep": ":"}

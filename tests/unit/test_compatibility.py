@@ -133,8 +133,8 @@ def written() -> dict[str, Any]:
             MESSAGE, due_ms=DUE_US // 1000, cancelled=True, delivery_id="7c1f"
         ),
         "other brokers, from a store": message_of(STORED["a task"]),
-        "Redis": entry_of(DESTINATION, BODY).decode(),
-        "Redis, a broadcast": entry_of(BROADCAST, BODY).decode(),
+        "Redis": entry_of(DESTINATION, BODY),
+        "Redis, a broadcast": entry_of(BROADCAST, BODY),
         "SQS": SQS.text(),
         **{f"store, {name}": entry.encoded() for name, entry in STORED.items()},
         **{f"key, {name}": record.encoded() for name, record in KEYS.items()},

@@ -12,7 +12,7 @@ from ..interface import AdminPart, Backlog, ParkedTask, Rescue, Told
 from ..status import Status, refuse_waiting
 from ..virtual.wrapping import unwrapped
 from .entry import opened_entry
-from .store import RedisBrokerCensus, RedisBrokerStore
+from .store import RedisBrokerStore
 from .worker_part import rescue
 
 
@@ -34,9 +34,9 @@ class RedisAdminPart(AdminPart):
         return self._delays.dangers()  # type: ignore[no-any-return]
 
     def examine(self) -> list[Finding]:
-        census = self._store.census()
+        census, surplus = self._store.census_and_surplus()
         return [
-            *_compare(self.name, census),
+            *_compare(self.name, surplus),
             *Status.of(self.name, census).findings(),
             *clocks(self._delays.clock_ahead_seconds()),
         ]
@@ -57,8 +57,8 @@ class RedisAdminPart(AdminPart):
         return [f"{self._delays.records.clear()} key(s) {self.name}.*"]
 
     def parked(self, *, limit: int) -> tuple[int, list[ParkedTask]]:
-        entries = self._store.peek_parked(limit=limit)
-        return self._store.census().parked, list(map(_parked_task, entries))
+        found = self._store.parked_entries(limit)
+        return self._store.census().parked, [_parked_task(entry) for entry, _ in found]
 
     def requeue(self) -> Rescue:
         return rescue(self._delays)
@@ -67,13 +67,12 @@ class RedisAdminPart(AdminPart):
         return self._store.purge(parked=True)
 
 
-def _parked_task(entry: bytes) -> ParkedTask:
-    message = json.loads(opened_entry(entry)[1])
+def _parked_task(entry: str) -> ParkedTask:
+    message = json.loads(opened_entry(entry.encode())[1])
     return ParkedTask.of(*unwrapped(message.get("headers"), message["properties"]))
 
 
-def _compare(name: str, census: RedisBrokerCensus) -> list[Finding]:
-    surplus = census.entries - census.waiting - census.parked
+def _compare(name: str, surplus: int) -> list[Finding]:
     if not surplus:
         return []
     what = "without a due time" if surplus > 0 else "lost"

@@ -10,17 +10,18 @@ import redis
 
 from ...due_time import milliseconds_up
 from ...finding import Finding
-from ...records.interface import IndexEntry
 from ...records.publishing import RecordedPublish
+from ...records.redis import RedisRecords
 from ...redis_server import Server, check_server, clock_ahead_seconds, keeping, server_of
 from ...settings import DelaySettings
+from ...store.interface import Row
 from ..status import Status
 from ..virtual import delays
-from ..virtual.wrapping import due_then, encoded, wrapped
+from ..virtual.wrapping import due_then, encoded, id_of, wrapped
 from ..watching import warn_if_nothing_promotes
 from .entry import Destination, entry_of
 from .keys import RedisBrokerKeys, member_of
-from .store import BrokerRecords, RedisBrokerStore
+from .store import RedisBrokerStore
 
 
 class RedisDelays(delays.VirtualDelays):
@@ -74,25 +75,24 @@ class RedisDelays(delays.VirtualDelays):
         *batch* is the command buffer of kombu's ``Producer.batch()``. If *batch* is given, this
         method only adds a command to the buffer, and kombu sends the command later.
         """
-        member, entry = self.stored(message, destination, due_us=due_us)
+        row = self.stored(message, destination, due_us=due_us)
         if batch is None:
-            self.own.add(member, due_us, entry)
+            self.own.add([row])
         else:
-            name, arguments = self.own.add_command(member, due_us, entry)
+            name, arguments = self.own.add_command(row)
             batch.add(name, *arguments)
         self.watch()
 
     @property
-    def records(self) -> BrokerRecords:
+    def records(self) -> RedisRecords:
         """Return the storage for task state, such as debounce keys, in this Redis broker."""
-        return BrokerRecords(self.own)
+        return self.own.state
 
     def publish_keyed(
         self, keyed: RecordedPublish, message: dict[str, Any], destination: Destination
     ) -> None:
-        def put(due_us: int, *_: object) -> IndexEntry:
-            member, entry = self.stored(due_then(message, due_us), destination, due_us=due_us)
-            return IndexEntry(member, due_us, entry)
+        def put(due_us: int, *_: object) -> Row:
+            return self.stored(due_then(message, due_us), destination, due_us=due_us)
 
         keyed.settle(self.records, put)
         self.watch()
@@ -101,28 +101,27 @@ class RedisDelays(delays.VirtualDelays):
         """Log a warning if messages are overdue and no process moves due messages."""
         warn_if_nothing_promotes(self._shown, lambda: Status.of(self.keys.space, self.own.census()))
 
-    def stored(
-        self, message: dict[str, Any], destination: Destination, *, due_us: int
-    ) -> tuple[str, bytes]:
-        """Return a delayed message's sorted set member (name) and hash value (content)."""
+    def stored(self, message: dict[str, Any], destination: Destination, *, due_us: int) -> Row:
+        """Return the row of a delayed message."""
         self.prepare()
         self.check_reach(due_us)
-        return member_of(message, destination.keys[0]), self._entry(message, destination, due_us)
+        return self._row(message, destination, due_us)
 
     def put_back(self, message: dict[str, Any], destination: Destination, *, due_us: int) -> None:
         """Store a message again, because a worker received the message before the due time."""
-        # The name has the old delivery tag, so a second attempt replaces the first message.
-        member = member_of(message, destination.keys[0])
         # The worker acknowledges the old tag. The delay counts from the server's clock.
         properties = {**message["properties"], "delivery_tag": str(uuid4())}
         wait_us = due_us - time_ns() // 1000
-        entry = self._entry({**message, "properties": properties}, destination, due_us)
-        self.own.add(member, self.own.now_us() + wait_us, entry)
+        row = self._row({**message, "properties": properties}, destination, due_us)
+        # The name has the old delivery tag, so a second attempt replaces the first message.
+        name = member_of(message, destination.keys[0])
+        self.own.add([row._replace(name=name, due_us=self.own.now_us() + wait_us)])
 
     def clock_ahead_seconds(self) -> float:
         return clock_ahead_seconds(self.own.client)
 
     @staticmethod
-    def _entry(message: dict[str, Any], destination: Destination, due_us: int) -> bytes:
-        envelope = wrapped(message, due_ms=milliseconds_up(due_us))
-        return entry_of(destination, encoded(envelope))
+    def _row(message: dict[str, Any], destination: Destination, due_us: int) -> Row:
+        entry = entry_of(destination, encoded(wrapped(message, due_ms=milliseconds_up(due_us))))
+        name = member_of(message, destination.keys[0])
+        return Row(name, id_of(message), due_us, entry)

@@ -15,9 +15,9 @@ class Destination:
     broadcast: bool = False
 
 
-def entry_of(destination: Destination, envelope: str) -> bytes:
+def entry_of(destination: Destination, envelope: str) -> str:
     """Encode a destination and kombu's JSON message as one Redis hash value."""
-    return front_of(destination) + envelope.encode()
+    return front_of(destination).decode() + envelope
 
 
 def front_of(destination: Destination) -> bytes:

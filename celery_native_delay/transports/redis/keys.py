@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from hashlib import blake2b
 from typing import Any
 
-from ...records.redis_listing import IndexKeys
+from ...records.redis_keys import IndexKeys
 from ..virtual.wrapping import id_of
 
 #: A new format of the values needs a new version, because old messages wait under the old names.
@@ -27,16 +27,10 @@ class RedisBrokerKeys(IndexKeys):
         #: kombu's ``global_keyprefix``. A hash tag (``{queue}:``) puts all keys into one cluster
         #: slot.
         self.prefix = prefix
-        #: A sorted set on which sleeping workers wait with BZPOPMIN.
-        self.wake = f"{self.space}.wake"
         #: The heartbeat of processes that move due messages.
         self.promoting = f"{self.space}.promoting"
-        #: A sorted set of due messages that Redis could not deliver.
-        self.parked = f"{self.space}.parked"
-        #: The message that ``delay migrate`` is moving.
-        self.moving = f"{self.space}.moving"
 
-    def taken(self, outbox: str) -> str:
+    def batches(self, outbox: str) -> str:
         """Return the key of the batch numbers stored by the bulk publisher with the id *outbox*."""
         return f"{self.space}.taken.{outbox}"
 

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from time import time_ns
 from typing import Any
 
 from ...errors import InvalidDueTime
-from ...keyed.records import KeyRecords
 from ...message import due_of
-from ..moving import Found, Reach, Source, Stays
+from ...store.interface import WaitingRow
+from ..moving import Found, Moving, Reach, Source, Stays
 from ..virtual import moving
+from ..virtual.store_source import StoreSource
 from .entry import opened_entry
 from .keys import member_of
 from .store import RedisBrokerStore
 
 #: How many messages are read at a time.
 _CHUNK = 100
-
-#: How long, in seconds, the key ``moving`` tells which message a killed migration was moving.
-_KNOWN_SECONDS = 30 * 86_400
 
 
 class RedisMovingPart(moving.VirtualMovingPart):
@@ -54,58 +51,19 @@ class RedisMovingPart(moving.VirtualMovingPart):
         return RedisSource(self._channel)
 
 
-class RedisSource(Source):
+class RedisSource(StoreSource):
     """Takes the waiting messages out of a Redis broker, earliest due time first."""
-
-    keeps_keys = False
 
     def __init__(self, channel: Any) -> None:
         channel.delays.prepare()
-        self._store: RedisBrokerStore = channel.delays.own
-        self._records = KeyRecords(channel.delays.records)
+        store: RedisBrokerStore = channel.delays.own
+        super().__init__(store, store.keys.space)
         self._queue_of = channel.queue_of
-        self.name = self._store.keys.space
-        self._last: tuple[str, bytes] | None = None
 
-    def key_records(self) -> KeyRecords:
-        return self._records
-
-    def count(self) -> int:
-        return self._store.census().waiting
-
-    def found(self) -> Iterator[Found]:
-        store, keys = self._store, self._store.keys
-        census = store.census()
-        left, stay, interrupted = census.waiting, 0, store.client.get(keys.moving)
-        while left > 0 and (
-            members := store.client.zrange(keys.due, stay, stay + min(left, _CHUNK) - 1)
-        ):
-            left -= len(members)
-            for member in members:
-                with store.client.pipeline() as pipeline:
-                    pipeline.set(keys.moving, member, ex=_KNOWN_SECONDS)
-                    pipeline.hget(keys.messages, member)
-                    pipeline.zscore(keys.due, member)
-                    _, entry, due_us = pipeline.execute()
-                if entry is None or due_us is None:
-                    stay += due_us is not None  # its entry is lost; else it was delivered
-                    continue
-                if census.promoting and due_us < store.now_us() + moving.LEFT_US:
-                    stay += 1
-                    yield moving.LEFT
-                    continue
-                self._last = member.decode(), entry
-                destination, envelope = opened_entry(entry)
-                queue = self._queue_of(destination, envelope)
-                found = moving.moving_of(envelope, queue=queue, due_us=int(due_us))
-                yield replace(found, again=member == interrupted)
-                stay += self._last is not None
-        store.client.delete(keys.moving)
-
-    def done(self) -> bool:
-        assert self._last is not None
-        last, self._last = self._last, None
-        return self._store.remove(*last)
+    def _read(self, row: WaitingRow) -> tuple[str, Moving]:
+        destination, envelope = opened_entry(row.entry.encode())
+        queue = self._queue_of(destination, envelope)
+        return row.key.decode(), moving.moving_of(envelope, queue=queue, due_us=row.next_us)
 
 
 class PlainSource(Source):

@@ -68,9 +68,9 @@ class RedisCollecting(Collecting):
         return self._waiting(destination, message, due_us)  # type: ignore[no-any-return]
 
     def _waiting(self: Any, to: Destination, message: dict[str, Any], due_us: int) -> RedisMessage:
-        name, entry = self.delays.stored(message, to, due_us=due_us)
+        row = self.delays.stored(message, to, due_us=due_us)
         front = front_of(to)
-        return RedisMessage(to, front, due_us, name, entry[len(front) :])
+        return RedisMessage(to, front, due_us, row.name, row.entry.encode()[len(front) :])
 
 
 class ScriptBatch(outbox.OutboxBatch[RedisMessage]):
@@ -121,19 +121,17 @@ class RedisOutbox(virtual.VirtualOutbox[RedisMessage, ScriptBatch]):
         return isinstance(error, _NOT_LET_IN) or no_database or super().is_lasting(error)
 
     def _packed(self, puts: list[RedisMessage]) -> Iterable[ScriptBatch]:
-        keys = self._keys
-        names = (keys.due, keys.messages, keys.wake, keys.ids)
         arguments: list[Any] = []
         for put in puts:
             arguments += (put.member, put.due_us, put.front + put.envelope)
-        return (self._batch(ADD_MANY, names, arguments, puts),)
+        return (self._batch(ADD_MANY, self._keys.all, arguments, puts),)
 
     def _batch(
         self, script: str, keys: tuple[str, ...], arguments: list[Any], puts: list[RedisMessage]
     ) -> ScriptBatch:
         self._number += 1
-        taken = self._keys.taken(self._name)
-        return ScriptBatch(script, (taken, *keys), [self._number, *arguments], puts)
+        batches = self._keys.batches(self._name)
+        return ScriptBatch(script, (*keys, batches), [*arguments, self._number], puts)
 
     def _write(self) -> None:
         self._connect()
@@ -181,7 +179,7 @@ class RedisOutbox(virtual.VirtualOutbox[RedisMessage, ScriptBatch]):
 
     def _forget(self) -> None:
         with suppress(exceptions.ResponseError):
-            self.channel.delays.own.client.delete(self._keys.taken(self._name))
+            self.channel.delays.own.client.delete(self._keys.batches(self._name))
 
     def _lose(self) -> None:
         connection, self._connection = self._connection, None

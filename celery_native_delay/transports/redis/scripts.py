@@ -11,57 +11,30 @@ script by ``KEYS``, so there all keys must be in one slot.
 
 from __future__ import annotations
 
-#: Stores a message. KEYS due, messages, wake, ids. ARGV member, due µs, entry. The script writes to
-#: ``wake`` only if the message is due before all others.
-ADD = """
-redis.call('HSET', KEYS[2], ARGV[1], ARGV[3])
-redis.call('ZADD', KEYS[1], ARGV[2], ARGV[1])
-redis.call('ZADD', KEYS[4], 0, ARGV[1])
-if redis.call('ZRANGE', KEYS[1], 0, 0)[1] == ARGV[1] then
-    redis.call('ZADD', KEYS[3], ARGV[2], 'earlier')
-end
-"""
+from ...store.redis import ADD
 
 #: How long, in seconds, the server keeps the numbers of an outbox's batches after the last one. An
 #: outbox that lost its connection comes back sooner, or gives up.
 TAKEN_SECONDS = 3600
 
-#: The beginning of each script of an outbox. KEYS taken. ARGV number of the batch.
+#: The beginning of each script of an outbox. The last of KEYS is the set of the batches' numbers,
+#: and the last of ARGV the number of this batch.
 _ONCE = f"""
-if redis.call('SADD', KEYS[1], ARGV[1]) == 0 then return end
-redis.call('EXPIRE', KEYS[1], {TAKEN_SECONDS})
+if redis.call('SADD', KEYS[#KEYS], ARGV[#ARGV]) == 0 then return end
+redis.call('EXPIRE', KEYS[#KEYS], {TAKEN_SECONDS})
 """
 
-#: Stores many messages. KEYS taken, due, messages, wake, ids. ARGV number of the batch, then
-#: member, due µs and entry of each message.
-ADD_MANY = (
-    _ONCE
-    + """
-local scores, entries, ids = {}, {}, {}
-for at = 2, #ARGV, 3 do
-    local next = #scores + 1
-    scores[next], scores[next + 1] = ARGV[at + 1], ARGV[at]
-    entries[next], entries[next + 1] = ARGV[at], ARGV[at + 2]
-    ids[next], ids[next + 1] = 0, ARGV[at]
-end
-redis.call('HSET', KEYS[3], unpack(entries))
-redis.call('ZADD', KEYS[2], unpack(scores))
-redis.call('ZADD', KEYS[5], unpack(ids))
-local first = redis.call('ZRANGE', KEYS[2], 0, 0, 'WITHSCORES')
-for at = 2, #ARGV, 3 do
-    if ARGV[at] == first[1] then redis.call('ZADD', KEYS[4], first[2], 'earlier') end
-end
-"""
-)
+#: Stores many messages: the store's script, once.
+ADD_MANY = _ONCE + ADD
 
-#: Sends an immediate message. KEYS taken, the list of its queue, further keys to give the TTL. ARGV
-#: number of the batch, TTL in ms or 0, envelope.
+#: Sends an immediate message. KEYS the list of its queue, further keys to give the TTL. ARGV TTL in
+#: ms or 0, envelope.
 PUSH = (
     _ONCE
     + """
-redis.call('LPUSH', KEYS[2], ARGV[3])
-if tonumber(ARGV[2]) > 0 then
-    for at = 2, #KEYS do redis.call('PEXPIRE', KEYS[at], ARGV[2]) end
+redis.call('LPUSH', KEYS[1], ARGV[2])
+if tonumber(ARGV[1]) > 0 then
+    for at = 1, #KEYS - 1 do redis.call('PEXPIRE', KEYS[at], ARGV[1]) end
 end
 """
 )
@@ -177,50 +150,3 @@ return {#members, #done, parked, now, first[2] and tonumber(first[2]) or -1, ref
 #: The first line of HAND_OVER on servers with script flags (Redis 7): due messages are delivered
 #: even while maxmemory is reached.
 ALLOW_OOM = "#!lua flags=allow-oom\n"
-
-#: KEYS due, messages, parked, promoting. Returns numbers of messages: waiting, parked, entries and
-#: overdue; then µs until the next one is due (negative: since; '' for none), and 1 if a promoter
-#: runs. It is a script because Redis refuses even reading transactions while maxmemory is reached.
-CENSUS = """
-local time = redis.call('TIME')
-local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
-local first = redis.call('ZRANGE', KEYS[1], 0, 0, 'WITHSCORES')
-return {
-    redis.call('ZCARD', KEYS[1]),
-    redis.call('ZCARD', KEYS[3]),
-    redis.call('HLEN', KEYS[2]),
-    redis.call('ZCOUNT', KEYS[1], '-inf', now),
-    first[2] and tonumber(first[2]) - now or '',
-    redis.call('EXISTS', KEYS[4]),
-}
-"""
-
-#: Gives a waiting or parked message a new due time and entry. KEYS due, messages, wake, parked.
-#: ARGV member, its present entry, due µs or '' for now, the new entry. Returns the due time, or -1
-#: if the entry has changed.
-REPLACE = """
-if redis.call('HGET', KEYS[2], ARGV[1]) ~= ARGV[2] then return -1 end
-local due = ARGV[3]
-if due == '' then
-    local time = redis.call('TIME')
-    due = tonumber(time[1]) * 1000000 + tonumber(time[2])
-end
-redis.call('HSET', KEYS[2], ARGV[1], ARGV[4])
-redis.call('ZADD', KEYS[1], due, ARGV[1])
-redis.call('ZREM', KEYS[4], ARGV[1])
-if redis.call('ZRANGE', KEYS[1], 0, 0)[1] == ARGV[1] then
-    redis.call('ZADD', KEYS[3], due, 'earlier')
-end
-return tonumber(due)
-"""
-
-#: Removes a message. KEYS due, messages, ids, parked. ARGV member, the message's present entry.
-#: Returns 0 if the entry has changed.
-REMOVE = """
-if redis.call('HGET', KEYS[2], ARGV[1]) ~= ARGV[2] then return 0 end
-redis.call('HDEL', KEYS[2], ARGV[1])
-for at = 1, #KEYS do
-    if at ~= 2 then redis.call('ZREM', KEYS[at], ARGV[1]) end
-end
-return 1
-"""

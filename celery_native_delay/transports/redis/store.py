@@ -10,19 +10,21 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any
 
 from redis.exceptions import NoPermissionError, NoScriptError, OutOfMemoryError, ResponseError
 
 from ...errors import BrokerFull, NotPermitted
 from ...records.redis import RedisRecords
 from ...records.redis_link import digest_of
-from ...records.redis_listing import throw_away
-from ...redis_server import RIGHTS, now_us
+from ...redis_server import RIGHTS
+from ...store.interface import Row
+from ...store.redis import ADD, RedisRows
 from ..watching import SHOWN_SECONDS
 from .keys import RedisBrokerKeys
-from .scripts import ADD, ALLOW_OOM, CENSUS, HAND_OVER, REMOVE, REPLACE
+from .scripts import ALLOW_OOM, HAND_OVER
 
 #: How many messages one script moves into their queues. More are hardly faster, and block other
 #: clients of Redis for longer: 0.45 ms for 100, 4.7 ms for 1000.
@@ -50,74 +52,55 @@ class HandedOver:
         return None if self.next_us is None else max(self.next_us - self.now_us, 0)
 
 
-class RedisBrokerCensus(NamedTuple):
-    """Counts of delayed messages in Redis at one moment; the fields are as in a store's census.
+class BrokerLink:
+    """A plain redis-py client; raises BrokerFull or NotPermitted if Redis refuses a call."""
 
-    *entries*: the number of all stored messages, waiting, rejected or lost.
-    """
+    def __init__(self, client: Any, keys: RedisBrokerKeys) -> None:
+        self._client = client
+        self._keys = keys
+        self._scripts: dict[str, Any] = {}
 
-    waiting: int
-    parked: int
-    entries: int
-    overdue: int
-    until_first_us: int | None
-    promoting: bool
+    def run(self, script: str, keys: Sequence[str], *arguments: Any) -> Any:
+        """Run a Lua script on the Redis server, and return the script's answer."""
+        if script not in self._scripts:
+            self._scripts[script] = self._client.register_script(script)
+        with refusals_explained(self._keys):
+            return self._scripts[script](keys=keys, args=arguments)
+
+    def ask(self, *command: Any) -> Any:
+        with refusals_explained(self._keys):
+            return self._client.execute_command(*command)
 
 
-class RedisBrokerStore:
-    """The waiting messages of one ``native_delay_namespace`` in a Redis broker.
+class RedisBrokerStore(RedisRows):
+    """The waiting messages of one ``native_delay_namespace`` in a Redis broker."""
 
-    Each message has a name (*member* of the sorted sets), and a content (*entry* of the hash).
-    """
+    keys: RedisBrokerKeys
 
     def __init__(self, client: Any, keys: RedisBrokerKeys) -> None:
         """*client* is a plain ``redis.Redis`` that returns bytes."""
         self.client = client
         self.keys = keys
-        self._scripts: dict[str, Any] = {}
+        self.link = BrokerLink(client, keys)
+        self.what = f"the Redis broker with the keys {keys.space}.*"
 
-    def run(self, script: str, keys: Sequence[str], *arguments: Any) -> Any:
-        """Run a Lua script; raise BrokerFull or NotPermitted if Redis refuses."""
-        if script not in self._scripts:
-            self._scripts[script] = self.client.register_script(script)
-        with refusals_explained(self.keys):
-            return self._scripts[script](keys=keys, args=arguments)
+    @cached_property
+    def state(self) -> RedisRecords:
+        state = super().state
+        state.needs_connection = True
+        return state
 
-    def ask(self, *command: Any) -> Any:
-        with refusals_explained(self.keys):
-            return self.client.execute_command(*command)
+    def note_added(self, due_us: int) -> None:
+        """Do nothing: the scripts wake a promoter."""
 
-    # --- one message in ------------------------------------------------------------------
+    def _is_dispatched(self) -> bool:
+        return bool(self.link.ask("EXISTS", self.keys.promoting))
 
-    def add(self, member: str, due_us: int, entry: bytes) -> None:
-        """Store a delayed message; replace a waiting message with the same *member*."""
-        self.run(ADD, self._add_keys, member, due_us, entry)
-
-    def add_command(self, member: str, due_us: int, entry: bytes) -> tuple[str, list[Any]]:
+    def add_command(self, row: Row) -> tuple[str, list[Any]]:
         """Return the redis-py method and arguments that store a message in a pipeline."""
         # A pipeline cannot load a missing script, so the method is not ``evalsha``.
-        return "eval", [ADD, len(self._add_keys), *self._add_keys, member, due_us, entry]
-
-    @property
-    def _add_keys(self) -> list[str]:
-        return [self.keys.due, self.keys.messages, self.keys.wake, self.keys.ids]
-
-    # --- one message changed -------------------------------------------------------------
-
-    def replace(self, member: str, old: bytes, due_us: int | None, new: bytes) -> int | None:
-        """Replace the content of a waiting message; return the new due time in microseconds.
-
-        If *due_us* is None, the message is due now. If the content is no longer *old*, change
-        nothing and return None.
-        """
-        keys = [self.keys.due, self.keys.messages, self.keys.wake, self.keys.parked]
-        due = int(self.run(REPLACE, keys, member, old, "" if due_us is None else due_us, new))
-        return None if due < 0 else due
-
-    def remove(self, member: str, old: bytes) -> bool:
-        """Remove a waiting message; return False if the message's content is no longer *old*."""
-        keys = [self.keys.due, self.keys.messages, self.keys.ids, self.keys.parked]
-        return bool(self.run(REMOVE, keys, member, old))
+        keys = self.keys.all
+        return "eval", [ADD, len(keys), *keys, row.name, row.due_us, row.entry]
 
     # --- many out ------------------------------------------------------------------------
 
@@ -131,7 +114,7 @@ class RedisBrokerStore:
 
     def _hand_over(self, source: str, highest: str, version: tuple[int, ...]) -> HandedOver:
         keys = [source, self.keys.messages, self.keys.parked, self.keys.ids]
-        return _handed_over(self.run(_hand_over_on(version), keys, BATCH, highest))
+        return _handed_over(self.link.run(_hand_over_on(version), keys, BATCH, highest))
 
     # --- the heartbeat of a promoter --------------------------------------------------------
 
@@ -140,39 +123,6 @@ class RedisBrokerStore:
         key = self.keys.promoting
         if not self.client.expire(key, SHOWN_SECONDS):
             self.client.set(key, "", ex=SHOWN_SECONDS)
-
-    # --- looking -------------------------------------------------------------------------
-
-    def now_us(self) -> int:
-        return now_us(self.client)
-
-    def census(self) -> RedisBrokerCensus:
-        keys = [self.keys.due, self.keys.messages, self.keys.parked, self.keys.promoting]
-        waiting, parked, entries, overdue, first, promoting = self.run(CENSUS, keys)
-        until_first_us = first if isinstance(first, int) else None
-        return RedisBrokerCensus(waiting, parked, entries, overdue, until_first_us, bool(promoting))
-
-    def peek_parked(self, *, limit: int) -> list[bytes]:
-        """Return up to *limit* due but undeliverable messages."""
-        members = self.client.zrange(self.keys.parked, 0, limit - 1)
-        entries = self.client.hmget(self.keys.messages, members) if members else []
-        return [entry for entry in entries if entry is not None]
-
-    # --- throwing away -------------------------------------------------------------------
-
-    def purge(self, *, parked: bool) -> int:
-        """Delete all undeliverable messages if *parked* is True, otherwise all waiting messages."""
-        source = self.keys.parked if parked else self.keys.due
-        return throw_away(self, [source, self.keys.messages, self.keys.ids], "-inf", "+inf")
-
-
-class BrokerRecords(RedisRecords):
-    """Stores task state, such as debounce keys, in the Redis broker."""
-
-    needs_connection = True
-
-    def __init__(self, store: RedisBrokerStore) -> None:
-        super().__init__(store, store.keys, (store.keys.wake, store.keys.parked))
 
 
 class Rounds:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from kombu.utils.json import dumps
 
@@ -11,7 +12,7 @@ from ...keyed.records import KeyRecords
 from ...message import Delayed
 from ...records.interface import Change, RecordName, Snapshot
 from ...store.entry import StoreEntry
-from ...store.interface import Store
+from ...store.interface import WaitingRow
 from ..moving import Found, Moving, Source
 from .from_store import message_of
 from .moving import LEFT, LEFT_US, moving_of
@@ -30,8 +31,9 @@ class StoreSource(Source):
 
     keeps_keys = False
 
-    def __init__(self, store: Store) -> None:
-        self.name = f"{store.where} ({store.namespace})"
+    def __init__(self, store: Any, name: str = "") -> None:
+        """*store* is a ``Store``, or the waiting messages of a Redis broker."""
+        self.name = name or f"{store.where} ({store.namespace})"
         self._store = store
         self._last: tuple[object, str] | None = None
         self._is_moving = False
@@ -40,7 +42,8 @@ class StoreSource(Source):
         return KeyRecords(self._store.state)
 
     def count(self) -> int:
-        return self._store.census().waiting
+        waiting: int = self._store.census().waiting
+        return waiting
 
     def found(self) -> Iterator[Found]:
         store, census = self._store, self._store.census()
@@ -56,13 +59,19 @@ class StoreSource(Source):
                 if census.promoting and row.next_us < now_us + LEFT_US:
                     yield LEFT
                     continue
-                self._last, entry = (row.key, row.entry), StoreEntry.decoded(row.entry)
-                self._note(entry.name)
-                yield replace(moving_of_entry(entry), again=entry.name == interrupted)
+                self._last = row.key, row.entry
+                name, moving = self._read(row)
+                self._note(name)
+                yield replace(moving, again=name == interrupted)
+
+    def _read(self, row: WaitingRow) -> tuple[str, Moving]:
+        """Return the name of a row, and its message."""
+        entry = StoreEntry.decoded(row.entry)
+        return entry.name, moving_of_entry(entry)
 
     def done(self) -> bool:
         assert self._last is not None
-        is_gone = self._store.remove(*self._last)
+        is_gone: bool = self._store.remove(*self._last)
         self._is_moving = False
         return is_gone
 

@@ -1,0 +1,167 @@
+"""Lists, searches, cancels and reschedules the waiting tasks in Redis."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+from redis.exceptions import RedisError
+
+from ..errors import StoreUnavailable
+from ..records.waiting import ALL, Edit, Query, Waiting, WaitingPage, WaitingTasks
+from ..texts import storable
+from .entry import StoreEntry, waiting_of
+
+#: Entries that one script searches: so many take 1-2 ms, in which Redis serves no other client.
+CHUNK = 500
+
+#: KEYS due, messages. ARGV first rank, last rank, a text in lower case or ''. Returns due time
+#: and entry of each message whose entry contains the text in any case. 25 entries at once fit into
+#: the processor's cache.
+SEARCH = """
+local call, find, lower, text = redis.call, string.find, string.lower, ARGV[3]
+local names, found = call('ZRANGE', KEYS[1], ARGV[1], ARGV[2]), {}
+for first = 1, #names, 25 do
+    local last = math.min(first + 24, #names)
+    local entries = call('HMGET', KEYS[2], unpack(names, first, last))
+    for index = 1, #entries do
+        local entry = entries[index]
+        if entry and (text == '' or find(lower(entry), text, 1, true)) then
+            found[#found + 1] = call('ZSCORE', KEYS[1], names[first + index - 1])
+            found[#found + 1] = entry
+        end
+    end
+end
+return found
+"""
+
+#: KEYS due. ARGV times in µs. Returns the number of messages due between neighbouring times.
+COUNTS = """
+local counts = {}
+for at = 1, #ARGV - 1 do
+    counts[at] = redis.call('ZCOUNT', KEYS[1], ARGV[at], '(' .. ARGV[at + 1])
+end
+return counts
+"""
+
+
+class RedisTasks(WaitingTasks):
+    """Lists, searches, cancels and reschedules the waiting tasks in Redis."""
+
+    lists_cancelled = False
+    """True if a cancelled row waits among the others, as on a Redis broker."""
+
+    def __init__(self, rows: Any, delays: Any) -> None:
+        """*rows* is a ``RedisRows``."""
+        self._rows = rows
+        self._delays = delays
+        self._client = rows.client
+        self._due, self._messages, self._ids = rows.keys.all[:3]
+        self._counts = self._client.register_script(COUNTS)
+        self._search = self._client.register_script(SEARCH)
+
+    def count(self, query: Query = ALL) -> int:
+        with self._explained():
+            first, end = self._ranks(query)
+            if query.is_by_time_only:
+                return end - first
+            return sum(1 for _ in self._matching(query, first, end))
+
+    def page(self, query: Query = ALL, *, offset: int = 0, limit: int = 50) -> WaitingPage:
+        with self._explained():
+            first, end = self._ranks(query)
+            if query.is_by_time_only:
+                # The page is filled up from the next entries if some are not shown.
+                matching = self._matching(query, first + offset, end, chunk=min(limit, CHUNK))
+                return WaitingPage(tuple(islice(matching, limit)), end - first)
+            matching = self._matching(query, first, end)
+            return WaitingPage(tuple(islice(matching, offset, offset + limit)), None)
+
+    def counts(self, edges_us: Sequence[int]) -> list[int]:
+        with self._explained():
+            return [int(count) for count in self._counts(keys=[self._due], args=list(edges_us))]
+
+    def span(self) -> tuple[int, int] | None:
+        with self._explained():
+            first = self._client.zrange(self._due, 0, 0, withscores=True)
+            last = self._client.zrange(self._due, -1, -1, withscores=True)
+        return (int(first[0][1]), int(last[0][1])) if first and last else None
+
+    def _decoded(self, entry: bytes, due_us: int) -> Waiting | None:
+        """Convert a stored message to a waiting task, or to None if the task is cancelled."""
+        return waiting_of(entry.decode())
+
+    def _changed(self, entry: bytes, due_us: int, edit: Edit | None, *, cancelled: bool) -> str:
+        """Return the entry of a cancelled or rescheduled task; "" to remove the row."""
+        new = StoreEntry.decoded(entry.decode()).edited(edit).changed(due_us, cancelled=cancelled)
+        return "" if new is None else new.encoded()
+
+    def _replace(
+        self,
+        member: str,
+        entry: bytes,
+        due_us: int | None,
+        *,
+        cancelled: bool,
+        edit: Edit | None = None,
+    ) -> tuple[str, int] | None:
+        apart = cancelled and not self.lists_cancelled
+        with self._explained():
+            at_us = self._rows.now_us() if due_us is None else due_us
+            new = self._changed(entry, at_us, edit, cancelled=cancelled)
+            done_us = self._rows.replace(member, entry, due_us, new, cancelled=apart)
+        return None if done_us is None else (member, done_us)
+
+    def _is_taken(self, task_id: str) -> bool:
+        with self._explained():
+            names = self._client.zrange(self._rows.keys.taken, 0, -1)
+        return any(_is_of(name.decode(), task_id) for name in names)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turn redis-py's errors in a ``with`` block into StoreUnavailable."""
+        try:
+            yield
+        except (RedisError, OSError) as exc:
+            said = str(exc).rstrip(".")
+            raise StoreUnavailable(f"{self._rows.what} does not work: {said}") from exc
+
+    def _found(self, task_id: str) -> list[tuple[str, bytes, Waiting]]:
+        found, task_id = [], storable(task_id)
+        with self._explained():
+            # In ASCII ";" follows ":".
+            members = self._client.zrangebylex(self._ids, f"[{task_id}:", f"({task_id};")
+            for member in map(bytes.decode, members):
+                if not _is_of(member, task_id):
+                    continue
+                due_us = self._client.zscore(self._due, member)
+                entry = self._client.hget(self._messages, member)
+                task = None if entry is None else self._decoded(entry, int(due_us or 0))
+                if task is not None:
+                    found.append((member, entry, task))
+        return found
+
+    def _ranks(self, query: Query) -> tuple[int, int]:
+        """Return the first matching rank in ``due``, and the rank after the last match."""
+        count = self._client.zcount
+        first = 0 if query.from_us is None else count(self._due, "-inf", f"({query.from_us}")
+        if query.until_us is None:
+            return int(first), int(self._client.zcard(self._due))
+        return int(first), int(count(self._due, "-inf", f"({query.until_us}"))
+
+    def _matching(
+        self, query: Query, first: int, end: int, *, chunk: int = CHUNK
+    ) -> Iterator[Waiting]:
+        keys = [self._due, self._messages]
+        for start in range(first, end, chunk):
+            found = self._search(keys=keys, args=[start, min(start + chunk, end) - 1, query.needle])
+            for score, entry in zip(found[::2], found[1::2], strict=True):
+                task = self._decoded(entry, int(float(score)))
+                if task is not None and query.matches(task):
+                    yield task
+
+
+def _is_of(name: str, task_id: str) -> bool:
+    return name.rpartition(":")[0] == storable(task_id)
