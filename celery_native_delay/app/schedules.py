@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import partial
@@ -13,6 +14,7 @@ from billiard.exceptions import SoftTimeLimitExceeded
 from celery import Task, uuid
 from celery.backends.base import DisabledBackend
 from celery.beat import PersistentScheduler, Scheduler, _evaluate_entry_args, _evaluate_entry_kwargs
+from celery.schedules import maybe_schedule
 from celery.utils.imports import load_extension_class_names, symbol_by_name
 from celery.utils.log import get_logger
 from celery.utils.time import maybe_make_aware
@@ -28,11 +30,12 @@ from ..errors import (
 from ..now import moment, time_ns
 from ..records.interface import Change, RecordName, Records, Snapshot, tried_again
 from ..records.publishing import RecordedPublish, publishing
-from ..schedules.entry import ScheduleEntry, Unreadable
+from ..schedules.entry import ScheduleEntry, Unreadable, parsed
 from ..schedules.release import GONE_US, Release, Rival, rivalled, taken_over
 from ..schedules.state import (
     BEAT_TASK,
     HEADER,
+    KEPT_US,
     VERSION,
     Discarded,
     State,
@@ -47,6 +50,7 @@ from ..schedules.state import (
     why_dropped,
 )
 from ..settings import DelaySettings
+from ..texts import is_text
 from ..transports.interface import without_store
 from .installation import ask_broker, delaying_channel, installed
 
@@ -86,7 +90,8 @@ def scheduler_class(app: Any) -> Any:
             raise SettingsError(
                 f"expected a beat_scheduler whose entries can be read at any time, got {named!r}: "
                 f"{each.__qualname__} lists only due entries, or none. Move these entries to "
-                f"beat_schedule, or run its beat and remove native_delay_schedules"
+                f"beat_schedule, or remove this setting and import them once (`delay schedules "
+                f"import redbeat`), or run its beat and remove native_delay_schedules"
             )
     # The scheduler of plain Celery also writes a file, which only beat needs.
     return _Settings if issubclass(chosen, PersistentScheduler) else _reading_all(chosen)
@@ -107,6 +112,7 @@ class Scheduled(NamedTuple):
     since *next_due*; 0 if *next_due* is None or in the future. *problem* is the reason why the
     entry cannot be read or published, or None. *left_out* is the reason why the last run did not
     happen, or None; *left_outs* is the number of such runs up to the last one that happened.
+    *is_added* is True if :meth:`Schedules.add` made the entry, and False for an entry of the code.
     """
 
     name: str
@@ -121,6 +127,7 @@ class Scheduled(NamedTuple):
     problem: str | None = None
     left_out: str | None = None
     left_outs: int = 0
+    is_added: bool = False
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields as a dict for JSON, with times in ISO 8601."""
@@ -141,9 +148,9 @@ class Schedules:
         self._whose = own if whose is None else whose
         self._is_own = self._whose == own
         #: The records of the app: its release, a rival release, and beat's last task.
-        self._release_name, self._rival_name, self._beat_name = (
+        self._release_name, self._rival_name, self._beat_name, self._added_name = (
             RecordName("schedules", f"{self._whose}/{kind}")
-            for kind in ("release", "rival", "beat")
+            for kind in ("release", "rival", "beat", "added")
         )
         self._connection = connection  # by default one of the app's pool
         self._settings = installed(app).settings()
@@ -157,9 +164,77 @@ class Schedules:
     def __iter__(self) -> Iterator[Scheduled]:
         """Yield the schedule entries, sorted by name."""
         release = self._release()
-        for name, state in self._states(Release.from_text(release.text).names):
+        of_code = Release.from_text(release.text).names
+        for name, state in self._states(tuple(sorted({*of_code, *self._added()}))):
             if state is not None:
-                yield self._shown(name, state, release.now_us)
+                shown = self._shown(name, state, release.now_us)
+                yield shown._replace(is_added=name not in of_code)
+
+    def add(
+        self,
+        name: str,
+        task: str,
+        schedule: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Add a schedule entry, which stays until :meth:`remove`, also after deployments.
+
+        Args:
+            name: a new name.
+            task: the name of the task.
+            schedule: a text as the list shows it, such as ``30 2 * * *``, ``every 10 s`` or
+                ``30 2 * * * Europe/Berlin`` (default: the app's time zone), or a schedule as in
+                ``beat_schedule``.
+            args: the arguments of the task, which JSON can hold, like *kwargs* and *options*.
+            kwargs: the keyword arguments of the task.
+            options: options of ``apply_async``.
+
+        Raises:
+            SettingsError: an argument is malformed, the name is taken, or the app has no
+                ``native_delay_schedules``.
+            CannotDelay: JSON cannot hold the schedule or an argument.
+        """
+        when, zone = self._parsed(schedule)
+        self.add_entry(
+            ScheduleEntry(
+                name, task, when, zone, list(args), dict(kwargs or {}), dict(options or {})
+            )
+        )
+
+    def change(
+        self,
+        name: str,
+        task: str | None = None,
+        schedule: Any = None,
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Change an entry that :meth:`add` made. Arguments that are None stay as they are.
+
+        A waiting run is replaced. If the schedule stays, so does the next due time.
+
+        Raises:
+            KeyError: the name is unknown.
+            SettingsError: as in :meth:`add`, or the entry is one of the code.
+            CannotDelay: as in :meth:`add`.
+        """
+        entry = self._entry_of(name, self._known_added(name))
+        given: dict[str, Any] = {"task": task, "args": args, "kwargs": kwargs, "options": options}
+        entry = replace(entry, **{key: each for key, each in given.items() if each is not None})
+        if schedule is not None:
+            when, zone = self._parsed(schedule)
+            entry = replace(entry, schedule=when, zone=zone, starts_us=None)
+        self._check_stored(entry)
+        self._change(name, lambda state, now_us: state and planned(state, entry, now_us))
+
+    def remove(self, name: str) -> None:
+        """Remove an entry of :meth:`add`, with its waiting run. Raises as :meth:`change`."""
+        self._known_added(name)
+        self._remove(self._name(name))
+        self._note_added(name, is_there=False)
 
     def pause(self, name: str) -> None:
         """Pause a schedule entry until :meth:`resume`. Raises KeyError for an unknown name."""
@@ -182,11 +257,31 @@ class Schedules:
     def remove_all(self) -> int:
         """Remove all schedule entries with their waiting messages; return the number of entries."""
         names = self._names()
-        for name in (*map(self._name, names), self._release_name):
+        for name in (*map(self._name, names), self._release_name, self._added_name):
             self._remove(name)
         return len(names)
 
     # --- for workers and checks ----------------------------------------------------------
+
+    def add_entry(self, entry: ScheduleEntry, *, is_paused: bool = False) -> None:
+        """Add *entry*; errors as in :meth:`add`."""
+        if (reason := self.why_not(entry)) is not None:
+            raise SettingsError(reason)
+        self._note_added(entry.name)
+        self._change(
+            entry.name,
+            lambda state, now_us: planned(state or State("", paused=is_paused), entry, now_us),
+        )
+
+    def why_not(self, entry: ScheduleEntry) -> str | None:
+        """Return why the name of *entry* is taken, or None; raise if the entry itself is wrong."""
+        self._check_stored(entry)
+        ((_, state),) = self._states((entry.name,))
+        if entry.name in {*self._of_code(), *self._read_entries()}:
+            return f"expected a new name, got {entry.name!r}: the app's code has this entry"
+        if state is not None and entry.name in self._added():
+            return f"expected a new name, got {entry.name!r}: change or remove this entry"
+        return None
 
     def publish(self) -> None:
         """Publish messages of new and changed schedule entries, and replace lost messages.
@@ -202,7 +297,7 @@ class Schedules:
             self._remove(self._name(name))
             logger.info("native delay: schedule entry %s is removed", name)
         in_force = self._ask(lambda records: records.change(self._release_name, rule))
-        for name, known in self._states(in_force.names):
+        for name, known in self._states(tuple(dict.fromkeys((*in_force.names, *self._added())))):
             entry = self._entries.get(name) if in_force.is_ours else None
 
             def wanted(
@@ -376,7 +471,7 @@ class Schedules:
             return self._entries  # the entries of Celery's settings stay the same
         found = dict(self._scheduler.schedule)
         zone = self._app.timezone
-        self._entries = {name: _entry_or_why(name, each, zone) for name, each in found.items()}
+        self._entries = {name: entry_or_why(name, each, zone) for name, each in found.items()}
         return self._entries
 
     def _entry_of(self, name: str, state: State) -> ScheduleEntry:
@@ -432,8 +527,62 @@ class Schedules:
     def _release(self) -> Snapshot:
         return self._ask(lambda records: records.read(self._release_name))
 
-    def _names(self) -> tuple[str, ...]:
+    def _of_code(self) -> tuple[str, ...]:
         return Release.from_text(self._release().text).names
+
+    def _added(self) -> tuple[str, ...]:
+        """Return the names of the entries of :meth:`add`; an entry of the code may hide one."""
+        found = self._ask(lambda records: records.read(self._added_name))
+        return tuple(json.loads(found.text or "[]"))
+
+    def _note_added(self, name: str, *, is_there: bool = True) -> None:
+        def noted(snapshot: Snapshot) -> Change[None]:
+            names = {*json.loads(snapshot.text or "[]")} - {name}
+            names |= {name} if is_there else set()
+            return Change(json.dumps(sorted(names)), snapshot.now_us + KEPT_US, None)
+
+        self._ask(lambda records: records.change(self._added_name, noted))
+
+    def _names(self) -> tuple[str, ...]:
+        return tuple(sorted({*self._of_code(), *self._added()}))
+
+    def _known_added(self, name: str) -> State:
+        state = self._known(name)
+        if name in self._of_code():
+            raise SettingsError(
+                f"expected an entry that was added at run time, got {name!r} of the app's code: "
+                f"change beat_schedule, or pause the entry"
+            )
+        return state
+
+    def _parsed(self, schedule: Any) -> tuple[Any, Any]:
+        if isinstance(schedule, str):
+            when, zone = parsed(schedule)
+            return when, zone or self._app.timezone
+        try:
+            when = maybe_schedule(schedule, app=self._app)
+        except (TypeError, ValueError) as exc:
+            raise SettingsError(f"expected a schedule, got {schedule!r}: {exc}") from exc
+        return when, getattr(when, "tz", None) or self._app.timezone
+
+    def _check_stored(self, entry: ScheduleEntry) -> None:
+        """Raise if workers cannot run an entry that they only know from the store."""
+        if not self._settings.schedules:
+            raise SettingsError(
+                "expected native_delay_schedules = True, without which no worker runs schedule "
+                "entries: set it in workers and here"
+            )
+        if not (is_text(entry.name) and entry.name and is_text(entry.task) and entry.task):
+            raise SettingsError(
+                f"expected a name and the name of a task, got {entry.name!r} and {entry.task!r}"
+            )
+        if ScheduleEntry.from_text(entry.text) is None:
+            raise CannotDelay(
+                f"expected a schedule and arguments that JSON can hold, for the entry "
+                f"{entry.name!r}: otherwise put it into beat_schedule"
+            )
+        if entry.next_us(time_ns() // 1000) is None:
+            raise SettingsError(f"expected a schedule that is due some day, got {entry.words!r}")
 
     def _states(self, names: tuple[str, ...]) -> Iterator[tuple[str, State | None]]:
         found = self._ask(lambda records: records.load([self._name(name) for name in names]))
@@ -575,7 +724,7 @@ class _Settings(Scheduler):  # type: ignore[misc]
                 self.schedule[name] = exc
 
 
-def _entry_or_why(name: str, found: Any, zone: Any) -> ScheduleEntry:
+def entry_or_why(name: str, found: Any, zone: Any) -> ScheduleEntry:
     """Return an entry of a scheduler; if it cannot be read, an entry that says why."""
     try:
         if isinstance(found, Exception):

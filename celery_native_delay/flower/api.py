@@ -32,6 +32,17 @@ _CHANGES: dict[str, Callable[..., list[Outcome]]] = {
 }
 
 
+#: The fields of a schedule entry in a request.
+_FIELDS: dict[str, type] = {
+    "task": str,
+    "schedule": str,
+    "args": list,
+    "kwargs": dict,
+    "options": dict,
+}
+_JSON: dict[type, str] = {str: "a text", list: "a JSON list", dict: "a JSON object"}
+
+
 class ApiHandler(Errors, BaseApiHandler):
     """Base class of the REST API's handlers, with Flower's authentication and JSON errors."""
 
@@ -136,18 +147,26 @@ class ListSchedules(ApiHandler, ScheduleEntries):
 class ChangeSchedule(ApiHandler):
     @web.authenticated
     async def post(self, verb: str, name: str | None = None) -> None:
-        """Pause, resume or run a schedule entry; send 404 if the name is unknown.
+        """Change a schedule entry; send 404 if the name is unknown.
 
-        The URL or the body ``{"name": …}`` contains the name.
+        The URL or the body ``{"name": …}`` contains the name. To ``add`` or ``change`` an entry,
+        the body also has ``task``, ``schedule``, ``args``, ``kwargs`` and ``options``.
         """
         self.changes()
-        name = self.body().get("name") if name is None else name
+        body = self.body()
+        name = body.get("name") if name is None else name
         if not isinstance(name, str):
             raise web.HTTPError(400, "expected the name of a schedule entry")
+        given = {field: body[field] for field in _FIELDS if body.get(field) is not None}
+        fields = given if verb in ("add", "change") else {}
+        for field, kind in _FIELDS.items():
+            is_missing = verb == "add" and kind is str and field not in fields
+            if is_missing or not isinstance(fields.get(field, kind()), kind):
+                raise web.HTTPError(400, f"expected {field} to be {_JSON[kind]}")
 
         def change(delay: Delay) -> dict[str, Any]:
             try:
-                task_id = getattr(delay.schedules(), verb.replace("-", "_"))(name)
+                task_id = getattr(delay.schedules(), verb.replace("-", "_"))(name, **fields)
             except KeyError as exc:
                 return {"error": str(exc.args[0])}
             return {"name": name, "task_id": task_id}

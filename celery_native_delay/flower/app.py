@@ -86,7 +86,9 @@ HANDLERS = [
     url(r"/api/delays/rates", api.ListRates),
     url(r"/api/delays/schedules", api.ListSchedules),
     url(
-        r"/api/delays/schedules/(pause|resume|run-now)", api.ChangeSchedule, name="schedules-change"
+        r"/api/delays/schedules/(pause|resume|run-now|add|change|remove)",
+        api.ChangeSchedule,
+        name="schedules-change",
     ),
     url(r"/api/delays/schedules/(pause|resume|run-now)/(.*)", api.ChangeSchedule),
     url(r"/api/delays/parked", api.ListParked),

@@ -10,11 +10,11 @@ from functools import cached_property, partial
 from typing import Any
 from zoneinfo import ZoneInfo
 
-from celery.schedules import crontab, schedule, solar
+from celery.schedules import ParseException, crontab, schedule, solar
 from kombu.utils.json import dumps, loads
 
-from ..durations import duration
-from ..errors import CannotDelay
+from ..durations import duration, seconds_of
+from ..errors import CannotDelay, InvalidDueTime, SettingsError
 from .next_due import next_due
 
 VERSION = 1
@@ -107,6 +107,31 @@ class ScheduleEntry:
             case solar() as sun:
                 return f"{sun.event} at {sun.lat}, {sun.lon}"
         return str(self.schedule)
+
+
+def parsed(text: str) -> tuple[Any, tzinfo | None]:
+    """Parse a schedule as :attr:`ScheduleEntry.words` writes it; the time zone may be missing.
+
+    Raises SettingsError for any other text.
+    """
+    fields = text.split()
+    try:
+        if fields[:1] == ["every"]:
+            seconds = seconds_of(" ".join(fields[1:]))
+            if seconds > 0:
+                return schedule(timedelta(seconds=seconds)), None
+        elif fields[1:2] == ["at"]:
+            latitude, longitude = " ".join(fields[2:]).split(",")
+            return solar(fields[0], float(latitude), float(longitude)), None
+        elif len(fields) in (5, 6):
+            minute, hour, day, month, weekday, *zone = fields
+            return crontab(minute, hour, weekday, day, month), ZoneInfo(*zone) if zone else None
+    except (ParseException, InvalidDueTime, ValueError, LookupError, OSError):
+        pass
+    raise SettingsError(
+        "expected a schedule such as 'every 10 s', '30 2 * * *' (cron), '30 2 * * * Europe/Berlin' "
+        f"or 'sunset at 52.5, 13.4', got {text!r}"
+    )
 
 
 class Unreadable:

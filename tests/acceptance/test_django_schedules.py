@@ -134,6 +134,34 @@ def test_an_entry_that_another_process_makes_runs_and_is_counted(site: Site) -> 
     wait_until(is_counted)
 
 
+def test_entries_are_imported_from_its_tables(site: Site) -> None:
+    """An app that reads no tables any more takes them over once; what cannot be says why."""
+    site.run(
+        entry("tick")
+        + ";"
+        + entry("off", enabled="False")
+        + "; PeriodicTask.objects.create(name='once', task='site.note', one_off=True, "
+        "clocked=ClockedSchedule.objects.create(clocked_time=now() + timedelta(days=1)))"
+    )
+    told = site.run(
+        "app.main = 'other'; app.conf.beat_scheduler = 'celery.beat:PersistentScheduler'\n"
+        "from celery_native_delay import Delay\n"
+        "from celery_native_delay.app.importing import imported\n"
+        "schedules = Delay(app).schedules()\n"
+        "for dry_run in (True, False, False):\n"
+        "    found = imported(app, schedules, 'django-celery-beat', dry_run=dry_run)\n"
+        "    print([each.name for each in found if each.problem is None])\n"
+        "print(sorted((each.name, each.schedule, each.is_paused) for each in schedules))\n"
+        "schedules.remove_all()"
+    )
+    assert told.splitlines() == [
+        "['off', 'tick']",
+        "['off', 'tick']",
+        "[]",
+        "[('off', 'every 1 s', True), ('tick', 'every 1 s', False)]",
+    ]
+
+
 def test_an_entry_that_is_switched_off_or_has_ended_runs_no_more(site: Site) -> None:
     site.run(entry("off") + ";" + entry("ends", expires="now() + timedelta(seconds=20)"))
     site.wait_for("off", 1)

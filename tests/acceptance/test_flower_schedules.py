@@ -200,6 +200,49 @@ def test_the_rest_api_knows_entries_of_any_name(app: Celery, flower: FlowerProce
     assert flower.ask("/api/delays/schedules", user="admin:wrong")[0] == 401
 
 
+def test_an_entry_is_added_changed_and_removed(
+    app: Celery, flower: FlowerProcess, chrome: Chrome
+) -> None:
+    """A wrong field is explained in the dialog; entries of the code have no such buttons."""
+    page = SchedulesPage(chrome, flower)
+    page.lists(len(ENTRIES))
+    assert not chrome.find_elements(By.CSS_SELECTOR, "[data-change=remove]")
+
+    def fill(**fields: str) -> None:
+        page.wait(lambda: page.dialog_is_open("#schedules-edit"))
+        for field, text in fields.items():
+            chrome.execute_script(f"$('#schedules-edit-{field}').val(arguments[0])", text)
+        page.click("#schedules-edit-yes")
+
+    page.click("#schedules-add")
+    fill(name="aaa", task="note", schedule="now and then", args="[7]")
+    page.wait(lambda: "'every 10 s'" in page.text("#schedules-edit-error"))
+    fill(args="7,")
+    page.wait(lambda: "are JSON" in page.text("#schedules-edit-error"))
+    fill(schedule="every 2 h", args="[7]")
+    page.told("aaa is added")
+    page.wait(lambda: page.row("aaa")[2:3] == ["every 2 h added here"])
+    page.press("aaa", "change")
+    fill(schedule="every 3 h")
+    page.told("aaa is changed")
+    page.wait(lambda: page.row("aaa")[2].startswith("every 3 h"))
+    assert [task.args for task in Delay(app).ls("args:7")] == ["[7]"]
+    page.press("aaa", "remove")
+    assert page.question() == "Remove aaa?"
+    page.click("#schedules-yes")
+    page.told("aaa is removed")
+    page.lists(len(ENTRIES))
+    for body, said in (
+        ({"name": "x", "schedule": "every 1 s"}, "expected task to be a text"),
+        ({"name": "x", "task": "x", "schedule": "every 1 s", "args": "7"}, "JSON list"),
+        ({"name": "late", "task": "x", "schedule": "every 1 s"}, "code has this entry"),
+    ):
+        status, text = flower.ask("/api/delays/schedules/add", body)
+        assert (status, said in text) == (400, True), text
+    assert flower.ask("/api/delays/schedules/remove", {"name": "unknown"})[0] == 404
+    assert page.complaints() == []
+
+
 @pytest.mark.ci
 def test_in_read_only_mode_nothing_can_be_changed(
     app: Celery, chrome: Chrome, tmp_path: Path

@@ -258,6 +258,18 @@ def test_a_waiting_task_is_updated(app: Celery, delay: Delay) -> None:
     assert delay.update("order-1", priority=1).verdict is Verdict.UNKNOWN
 
 
+def test_a_schedule_entry_is_added_and_removed_at_run_time(app: Celery, delay: Delay) -> None:
+    app.conf.native_delay_schedules = True
+    schedules = delay.schedules()
+    schedules.add("report", "shop.report", "every 1 h", [7], options={"queue": JOBS})
+    schedules.change("report", schedule="every 2 h")
+    (entry,) = schedules
+    assert (entry.schedule, entry.is_added) == ("every 2 h", True)
+    assert [(task.args, task.due) for task in delay.ls()] == [("[7]", entry.next_due)]
+    schedules.remove("report")
+    assert (list(schedules), delay.count()) == ([], 0)
+
+
 def test_a_refused_change_leaves_the_task_unchanged(app: Celery, delay: Delay) -> None:
     send_task(app, 1, countdown=3600)
     (task,) = delay.show("order-1")

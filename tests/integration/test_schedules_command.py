@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from time import time
@@ -55,7 +56,7 @@ def test_entries_are_listed_paused_resumed_run_and_removed(
         schedules.publish()
         assert Delay(app).count() == 2
         heading, nightly, tick = shop.lines("schedules")
-        assert heading == "name task schedule last run next due runs"
+        assert heading == "name task schedule last run next due runs from"
         assert nightly.startswith("nightly shop.report every 1 d 20")
         assert tick.startswith("tick shop.tick every 15 min 20")
         told = shop.told("schedules")
@@ -64,7 +65,7 @@ def test_entries_are_listed_paused_resumed_run_and_removed(
 
         assert shop.lines("schedules", "pause", "tick") == ["tick paused"]
         assert Delay(app).count() == 1
-        assert shop.lines("schedules")[2] == "tick shop.tick every 15 min paused 0"
+        assert shop.lines("schedules")[2] == "tick shop.tick every 15 min paused 0 code"
         assert shop.lines("schedules", "resume", "tick") == ["tick resumed"]
         assert Delay(app).count() == 2
         assert shop.told("schedules", "run-now", "tick")["task_id"]
@@ -72,6 +73,104 @@ def test_entries_are_listed_paused_resumed_run_and_removed(
         assert shop.lines("schedules", "--remove-all") == ["2 schedule entries removed"]
         assert Delay(app).count() == 0
         assert list(Delay(app).schedules()) == []
+
+
+@on_redis
+def test_entries_are_added_changed_and_removed_at_run_time(
+    tmp_path: Path, empty_redis: PrivateRedis
+) -> None:
+    """They survive a deployment, and the entries of the code are not touched."""
+    shop = Project(tmp_path).write(APP, empty_redis.url, schedules=True)
+    with app_on(empty_redis.url) as app:
+        Schedules(app).publish()
+        assert shop.lines("schedules", "add", "report", "shop.report", "30 2 * * *") == [
+            "report added"
+        ]
+        every = ("shop.tick", "every 10 min", "--args", "[7]", "--options", '{"queue": "slow"}')
+        assert shop.told("schedules", "add", "often", *every)["name"] == "often"
+        assert shop.lines("schedules")[2].startswith("often shop.tick every 10 min 20")
+        assert [each.is_added for each in Delay(app).schedules()] == [False, True, True, False]
+        (waiting,) = Delay(app).ls("queue:slow")
+        assert (waiting.name, waiting.args) == ("shop.tick", "[7]")
+
+        assert shop.lines("schedules", "change", "often", "--kwargs", '{"user": 1}') == [
+            "often changed"
+        ]
+        (changed,) = Delay(app).ls("queue:slow")
+        assert (changed.kwargs, changed.due_us) == ("{'user': 1}", waiting.due_us)
+        for arguments, said in (
+            (("add", "often", "shop.tick", "every 1 s"), "change or remove this entry"),
+            (("add", "tick", "shop.tick", "every 1 s"), "the app's code has this entry"),
+            (("add", "new", "shop.tick", "now and then"), "'every 10 s', '30 2 * * *'"),
+            (("change", "tick", "--task", "shop.note"), "change beat_schedule"),
+            (("remove", "tick", "--yes"), "change beat_schedule"),
+            (("change", "unknown", "--task", "x"), "known: nightly, often, report, tick"),
+        ):
+            done = shop.delay("schedules", *arguments)
+            assert (done.returncode, said in done.stderr) == (1, True), (arguments, done.stderr)
+    with app_on(empty_redis.url, beat_schedule={"new": ENTRIES["tick"]}) as app:
+        release = Schedules(app)
+        release.publish()
+        assert [each.name for each in release] == ["new", "often", "report"]
+        Delay(app).cancel(changed.id)
+        occurrence = Delay(app).ls("queue:slow")
+        assert occurrence.tasks == (), "a worker publishes the next one when it gets the cancelled"
+    assert shop.delay("schedules", "remove", "often", answer="n\n").returncode == 1
+    assert shop.lines("schedules", "remove", "often", "--yes") == ["often removed"]
+    assert [each["name"] for each in shop.told("schedules")] == ["new", "report"]
+
+
+@on_redis
+def test_an_added_entry_runs_and_its_lost_message_is_replaced(empty_redis: PrivateRedis) -> None:
+    with app_on(empty_redis.url, beat_schedule={}) as app:
+        schedules = Delay(app).schedules()
+        schedules.add("report", "shop.report", "every 1 d")
+        Schedules(app).publish()
+        (first,) = Delay(app).ls()
+        assert Schedules(app).advance("report", 1, first.id, redelivered=False) is None
+        assert [each.runs for each in schedules] == [1]
+        assert Delay(app).count() == 1, "the next run replaced the first one"
+        app.conf.beat_schedule = {"report": {"task": "shop.other", "schedule": 60.0}}
+    with app_on(empty_redis.url, beat_schedule={"report": ENTRIES["tick"]}) as app:
+        Schedules(app).publish()
+        (of_code,) = Delay(app).schedules()
+        assert (of_code.task, of_code.is_added) == ("shop.tick", False), "the code's entry wins"
+
+
+@on_redis
+def test_entries_of_redbeat_are_imported_once(tmp_path: Path, empty_redis: PrivateRedis) -> None:
+    """With the due time that RedBeat's interval has; what cannot be imported says why."""
+    shop = Project(tmp_path).write(APP, empty_redis.url, schedules=True)
+    crontab = {"minute": "30", "hour": "2", "day_of_week": "*", "day_of_month": "*"}
+    last_run = datetime.now(UTC).replace(microsecond=0) - timedelta(hours=1)
+    parts = ("year", "month", "day", "hour", "minute", "second", "microsecond")
+    time_of_run = {part: getattr(last_run, part) for part in parts}
+    entries: dict[str, Any] = {
+        "weekly": {"__type__": "interval", "every": 604_800.0, "relative": False},
+        "cron": {"__type__": "crontab", "month_of_year": "*", **crontab},
+        "rule": {"__type__": "rrule", "freq": 4},
+        "static": {"__type__": "interval", "every": 60.0, "relative": False},
+    }
+    for name, when in entries.items():
+        definition = {"name": name, "task": "shop.report", "args": [name], "schedule": when}
+        run = {"__type__": "datetime", "timezone": "UTC", **time_of_run}
+        fields = {
+            "definition": json.dumps(definition | {"enabled": name != "cron"}),
+            "meta": json.dumps({"last_run_at": run, "total_run_count": 4}),
+        }
+        empty_redis.client.hset(f"redbeat:{name}", mapping=fields)
+        empty_redis.client.zadd("redbeat::schedule", {f"redbeat:{name}": 0})
+    empty_redis.client.sadd("redbeat::statics", "static")
+    *rows, said = shop.lines("schedules", "import", "redbeat", "--dry-run")
+    assert said == "2 of 3 schedule entries of redbeat would be added"
+    assert rows[1].endswith("would be added paused")
+    assert "an interval or a crontab" in rows[2]
+    assert shop.told("schedules") == []
+    assert shop.told("schedules", "import", "redbeat")["count"] == 2
+    cron, weekly = shop.told("schedules")
+    assert (cron["schedule"], cron["is_paused"]) == ("30 2 * * * UTC", True)
+    assert datetime.fromisoformat(weekly["next_due"]) == last_run + timedelta(days=7)
+    assert shop.told("schedules", "import", "redbeat")["count"] == 0
 
 
 @on_redis
@@ -229,7 +328,7 @@ def test_an_entry_that_cannot_run_is_a_row_with_a_reason_and_leaves_the_others(
 
     shop = Project(tmp_path).write(APP, empty_redis.url, schedules=True)
     rows = {line.split()[0]: line for line in shop.lines("schedules")}
-    assert rows["zero"].endswith("expected an interval above 0 s, got 0 s 0")
+    assert rows["zero"].endswith("expected an interval above 0 s, got 0 s 0 code")
     assert "shop.report every 1 d 20" in rows["nightly"]
 
 

@@ -12,9 +12,9 @@ from celery.schedules import BaseSchedule, crontab, schedule, solar
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_native_delay.errors import CannotDelay
+from celery_native_delay.errors import CannotDelay, SettingsError
 from celery_native_delay.records.interface import Change, Snapshot
-from celery_native_delay.schedules.entry import ScheduleEntry
+from celery_native_delay.schedules.entry import ScheduleEntry, parsed
 from celery_native_delay.schedules.release import InForce, Release, taken_over
 from celery_native_delay.schedules.state import (
     EXPIRED,
@@ -215,8 +215,29 @@ def test_the_countdown_of_an_entry_counts_from_the_times_of_its_schedule() -> No
         (solar("sunset", 52.5, 13.4), "sunset at 52.5, 13.4"),
     ],
 )
-def test_a_schedule_is_told_in_words(of: Any, words: str) -> None:
+def test_a_schedule_is_told_in_words_which_can_be_parsed(of: Any, words: str) -> None:
     assert entry(schedule=of).words == words
+    made, zone = parsed(words)
+    assert entry(schedule=made).words == words
+    assert str(zone or "UTC") == "UTC"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "every",
+        "every 0",
+        "every -1 s",
+        "* * * *",
+        "61 * * * *",
+        "* * * * * Mars/Base",
+        "x at 1",
+    ],
+)
+def test_the_error_for_a_wrong_schedule_shows_examples(text: str) -> None:
+    with pytest.raises(SettingsError, match="such as 'every 10 s'"):
+        parsed(text)
 
 
 # ---- the chain -----------------------------------------------------------------------------------
