@@ -37,7 +37,7 @@ from ..store.interface import Store
 from ..store.opened import store_of
 from ..transports.aliases import OPTION, option_of, url_errors_explained
 from ..transports.moving import Moving, MovingPart, Reach, Source, Stays, Void
-from ..transports.virtual.store_source import StoreSource
+from ..transports.virtual.moving import StoreSource
 from ..urls import is_redis_url, without_password
 from .installation import delaying_channel
 

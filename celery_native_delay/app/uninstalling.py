@@ -12,7 +12,7 @@ from ..records.interface import Records
 from ..schedules.state import occurrence_of
 from ..settings import DRAIN
 from ..transports.moving import Found, Moving, MovingPart, Source, Stays, Void
-from ..transports.virtual.store_source import StoreSource
+from ..transports.virtual.moving import StoreSource
 from .installation import delaying_channel
 from .schedules import Schedules
 

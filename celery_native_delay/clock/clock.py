@@ -15,10 +15,21 @@ from .. import now
 from ..app.delay import Delay
 from ..app.installation import checked_app, installed
 from ..due_time import due_us
+from ..errors import NativeDelayError
 from ..records.waiting import Query, WaitingPage
 from .inline_worker import InlineWorker
 from .replacing import in_memory
-from .running import Running
+
+#: The largest number of tasks that run while the clock stands still. If more tasks are due, a task
+#: probably sends itself again without a delay.
+MOST_AT_ONE_MOMENT = 10_000
+
+#: The largest number of clock moves per permitted task: a task waits again if its key is locked.
+MOVES_PER_TASK = 100
+
+
+class StillWaiting(NativeDelayError):
+    """The largest permitted number of tasks has run, and another task still waits."""
 
 
 class Clock:
@@ -43,7 +54,9 @@ class Clock:
         #: The exceptions of tasks that failed while *raises* was False.
         self.errors: list[BaseException] = []
         self._undo = ExitStack()
-        self._running: Running | None = None
+        self._worker: InlineWorker | None = None
+        #: The number of tasks that the worker had started when it last began to count.
+        self._before = 0
         self._traveller: Any = None
 
     def __enter__(self) -> Self:
@@ -59,12 +72,12 @@ class Clock:
             undo.callback(signals.task_unknown.disconnect, self._note_unknown)
             worker = InlineWorker(self._app)
             undo.callback(worker.stop)
-            self._running = Running(worker, self._move, self._raise_error)
+            self._worker = worker
             self._undo = undo.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._running = None
+        self._worker = None
         self._undo.close()
 
     # --- what tests call -----------------------------------------------------------------
@@ -100,8 +113,15 @@ class Clock:
         until_us = due_us(moment)
         if until_us < now.time_ns() // 1000:
             raise ValueError(f"expected a time from {self.now.isoformat()} on, got {moment!r}")
-        with self._as_worker() as running:
-            running.run_until(until_us)
+        with self._as_worker() as worker:
+            self._before = worker.started
+            while (next_us := self._run_ready(worker, MOST_AT_ONE_MOMENT)) is not None:
+                if next_us > until_us:
+                    break
+                if next_us > now.time_ns() // 1000:
+                    self._before = worker.started
+                self._go_on(worker, next_us)
+            self._move(until_us)
 
     def run_all(self, limit: int = 1000) -> int:
         """Run all waiting tasks at their due times, and return the number of tasks that ran.
@@ -109,8 +129,15 @@ class Clock:
         Raises:
             StillWaiting: *limit* tasks ran, and another task is waiting.
         """
-        with self._as_worker() as running:
-            return running.run_all(limit)
+        with self._as_worker() as worker:
+            self._before, moves = worker.started, 0
+            while (next_us := self._run_ready(worker, limit)) is not None:
+                self._check(worker, limit)
+                moves += 1
+                if moves > MOVES_PER_TASK * limit:
+                    raise StillWaiting("expected waiting tasks to run; the log says why they wait")
+                self._go_on(worker, next_us)
+            return worker.started - self._before
 
     def due(self, search: str | Query = "", *, limit: int = 1000) -> WaitingPage:
         """Return up to *limit* waiting tasks that match *search*, earliest due time first."""
@@ -119,13 +146,13 @@ class Clock:
     # --- private -------------------------------------------------------------------------
 
     @contextmanager
-    def _as_worker(self) -> Iterator[Running]:
+    def _as_worker(self) -> Iterator[InlineWorker]:
         """Make ``result.get()`` inside a task raise an error, as in a worker."""
-        if self._running is None:
+        if self._worker is None:
             raise RuntimeError("expected a clock in its with block: with Clock(app) as clock")
         _set_task_join_will_block(True)
         try:
-            yield self._running
+            yield self._worker
         finally:
             _set_task_join_will_block(False)
 
@@ -165,3 +192,28 @@ class Clock:
     def _raise_error(self) -> None:
         if self.raises and self.errors:
             raise self.errors.pop(0)
+
+    # --- the worker's steps --------------------------------------------------------------
+
+    def _run_ready(self, worker: InlineWorker, most: int) -> int | None:
+        """Run up to *most* queued tasks; return a message's or timer's next due time, or None."""
+        while worker.step():
+            self._raise_error()
+            if worker.has_messages():
+                self._check(worker, most)
+        times = (worker.promoter.next_due_us(), worker.timer.next_us())
+        return min((us for us in times if us is not None), default=None)
+
+    def _go_on(self, worker: InlineWorker, next_us: int) -> None:
+        """Move the clock forward to *next_us*, and deliver the due messages."""
+        if next_us > now.time_ns() // 1000:
+            self._move(next_us)
+        worker.deliver_due()
+
+    def _check(self, worker: InlineWorker, most: int) -> None:
+        ran = worker.started - self._before
+        if ran >= most:
+            raise StillWaiting(
+                f"{ran} tasks ran, and another one waits: schedules, and a task that sends itself, "
+                f"never end; use advance(), or a higher limit"
+            )

@@ -54,6 +54,11 @@ class InlineWorker:
         self._tasks.on_message = self._consumer.create_task_handler()
         self._tasks.consume()
 
+    @property
+    def started(self) -> int:
+        """The number of tasks that have started."""
+        return self.pool.started
+
     def step(self) -> bool:
         """Run pending callbacks and handle one message; return False if nothing happened."""
         consumer = self._consumer

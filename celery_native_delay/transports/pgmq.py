@@ -22,9 +22,8 @@ from .interface import AdminPart, Backlog, Told, Wait, WorkerPart
 from .lasting import is_lasting_sql
 from .outbox import OutboxBatch
 from .virtual.channel import DelayingChannel, DelayingTransport
-from .virtual.collecting import Collecting, PlainMessage
 from .virtual.delays import SendingDelays
-from .virtual.outbox import CallingOutbox, NotTaken
+from .virtual.outbox import CallingOutbox, Collecting, NotTaken, PlainMessage
 from .virtual.template import publisher
 
 #: Seconds after which a due message that no worker has read is reported.

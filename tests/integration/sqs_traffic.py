@@ -9,7 +9,7 @@ from typing import Any
 from kombu import Connection
 
 from celery_native_delay import DelaySettings
-from celery_native_delay.transports.sqs.delay_queue import ASKED, waiting_in
+from celery_native_delay.transports.sqs.queues import ASKED, waiting_in
 from celery_native_delay.transports.sqs.relay import SqsRelay
 from example_project.private_sqs import PrivateSqs
 from tests.traffic import beside

@@ -26,7 +26,7 @@ from celery_native_delay import (
 from celery_native_delay.finding import WRONG
 from celery_native_delay.transports.sqs import delays
 from celery_native_delay.transports.sqs import relay as relay_module
-from celery_native_delay.transports.sqs.delay_queue import attributes_of
+from celery_native_delay.transports.sqs.queues import attributes_of
 from example_project.private_sqs import PrivateSqs
 from tests.integration.sqs_traffic import (
     HOP_SECONDS,

@@ -28,7 +28,8 @@ from celery_native_delay import (
     install,
     now,
 )
-from celery_native_delay.clock import Clock, StillWaiting, running
+from celery_native_delay.clock import Clock, StillWaiting
+from celery_native_delay.clock import clock as clock_module
 
 pytest_plugins = ["pytester"]
 
@@ -259,7 +260,7 @@ def test_run_all_ends_at_its_limit(app: Celery, clock: Clock, ran: list[Any]) ->
 def test_advance_ends_if_a_task_sends_itself_at_once(
     app: Celery, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(running, "MOST_AT_ONE_MOMENT", 50)
+    monkeypatch.setattr(clock_module, "MOST_AT_ONE_MOMENT", 50)
     send(app, "at_once")
     with pytest.raises(StillWaiting, match="50 tasks ran"):
         clock.advance(seconds=1)

@@ -17,7 +17,7 @@ from kombu import Producer
 
 from celery_native_delay import install
 from celery_native_delay.app.installation import installed
-from celery_native_delay.bulk.publish_hooks import hook_now, hook_of
+from celery_native_delay.bulk.kinds import hook_now, hook_of
 
 
 @pytest.fixture(autouse=True, scope="module")

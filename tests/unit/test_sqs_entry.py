@@ -11,7 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from celery_native_delay import CannotDelay
-from celery_native_delay.transports.sqs.delay_queue import (
+from celery_native_delay.transports.sqs.entry import (
+    MOST_BYTES,
+    Payload,
+    SqsEntry,
+    check_size,
+    opened,
+)
+from celery_native_delay.transports.sqs.queues import (
     advice,
     attributes_of,
     can_delay,
@@ -19,13 +26,6 @@ from celery_native_delay.transports.sqs.delay_queue import (
     mismatches,
     overdue_in,
     waiting_in,
-)
-from celery_native_delay.transports.sqs.entry import (
-    MOST_BYTES,
-    Payload,
-    SqsEntry,
-    check_size,
-    opened,
 )
 
 ATTRIBUTES = {

@@ -11,7 +11,7 @@ from uuid import uuid4
 import pytest
 from kombu import Connection
 
-from celery_native_delay.transports.sql.transport import transport_of
+from celery_native_delay.transports.sql import transport_of
 from tests.waiting import PATIENCE_SECONDS
 
 

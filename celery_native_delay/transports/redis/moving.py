@@ -12,7 +12,7 @@ from ...message import due_of
 from ...store.interface import WaitingRow
 from ..moving import Found, Moving, Reach, Source, Stays
 from ..virtual import moving
-from ..virtual.store_source import StoreSource
+from ..virtual.moving import StoreSource
 from .entry import opened_entry
 from .keys import member_of
 from .store import RedisBrokerStore

@@ -16,8 +16,7 @@ from redis import exceptions
 from ...errors import NativeDelayError, errors_ignored
 from ...records.redis_link import digest_of
 from .. import outbox
-from ..virtual import outbox as virtual
-from ..virtual.collecting import Collecting
+from ..virtual.outbox import Collecting, VirtualOutbox
 from ..virtual.wrapping import encoded
 from .entry import Destination, front_of
 from .keys import RedisBrokerKeys, member
@@ -88,7 +87,7 @@ class ScriptBatch(outbox.OutboxBatch[RedisMessage]):
         return connection.pack_command(*name, len(self.keys), *self.keys, *self.arguments)
 
 
-class RedisOutbox(virtual.VirtualOutbox[RedisMessage, ScriptBatch]):
+class RedisOutbox(VirtualOutbox[RedisMessage, ScriptBatch]):
     """Publishes messages to Redis in bulk, 100 per script call."""
 
     lost = (

@@ -8,8 +8,9 @@ from typing import Any
 from ...errors import NativeDelayError
 from ...finding import UNCHECKED, WRONG, Finding
 from ..interface import AdminPart, Backlog, Told
-from .delay_queue import (
+from .queues import (
     LONGEST_NAME,
+    administered,
     advice,
     can_delay,
     delay_queue_of,
@@ -18,7 +19,6 @@ from .delay_queue import (
     waiting_in,
     why_not_made,
 )
-from .queues import administered
 from .worker_part import refuse, set_up
 
 _RELAY = (

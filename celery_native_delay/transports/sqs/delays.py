@@ -13,17 +13,19 @@ from ...errors import CannotDelay, NotPermitted, TopologyMismatch
 from ...settings import DelaySettings
 from ..virtual import delays
 from . import hops
-from .delay_queue import (
+from .entry import MOST_BYTES, Payload, SqsEntry, SqsMessage, check_size
+from .queues import (
     LONGEST_NAME,
+    Queues,
     can_delay,
     delay_queue_of,
+    explained,
+    is_gone,
     mismatches,
     most_bytes_of,
     overdue_in,
     why_not_made,
 )
-from .entry import MOST_BYTES, Payload, SqsEntry, SqsMessage, check_size
-from .queues import Queues, explained, is_gone
 
 logger = logging.getLogger(__name__)
 

@@ -20,12 +20,10 @@ from botocore.exceptions import (
 )
 
 from ..outbox import OutboxBatch
-from ..virtual.collecting import Collecting, PlainMessage
-from ..virtual.outbox import CallingOutbox
-from .delay_queue import can_delay, delay_queue_of
+from ..virtual.outbox import CallingOutbox, Collecting, PlainMessage
 from .delays import SqsDelays
 from .entry import SqsMessage, in_requests
-from .queues import explained
+from .queues import can_delay, delay_queue_of, explained
 
 #: Error codes of SQS for unknown credentials and missing rights.
 _NOT_LET_IN = frozenset(

@@ -28,10 +28,9 @@ from kombu.exceptions import KombuError
 
 from ...backoff import Backoff
 from ...errors import NativeDelayError
-from .delay_queue import delay_queue_of
 from .entry import SqsEntry, in_requests, opened
 from .hops import BATCH, Reception, retry_seconds, seconds_up
-from .queues import Queues, dated_ms, is_gone
+from .queues import Queues, dated_ms, delay_queue_of, is_gone
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from kombu.transport import SQS
 from ...settings import DelaySettings
 from ..interface import AdminPart, WorkerPart
 from ..virtual.channel import DelayingChannel, DelayingTransport
-from .delay_queue import can_delay
 from .delays import SqsDelays, leave_to_celery
+from .queues import can_delay
 
 
 class Channel(DelayingChannel, SQS.Channel):  # type: ignore[misc]

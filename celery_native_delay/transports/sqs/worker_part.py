@@ -16,7 +16,7 @@ from ...finding import Finding
 from ...settings import DelaySettings
 from ..interface import Wait, WorkerPart
 from . import hops
-from .delay_queue import can_delay, delay_queue_of, mismatches, why_not_made
+from .queues import can_delay, delay_queue_of, mismatches, why_not_made
 from .relay import SqsRelay
 
 logger = logging.getLogger(__name__)

@@ -205,6 +205,6 @@ class DelayingTransport:
 
     def store_publisher(self: Any, window: int) -> Any:
         """Return a bulk publisher of an app whose tasks wait in a store."""
-        from .store_outbox import store_publisher
+        from .outbox import store_publisher
 
         return store_publisher(self.client, window)

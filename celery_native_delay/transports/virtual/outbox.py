@@ -1,21 +1,96 @@
-"""Shared code for bulk publishing on kombu's virtual transports."""
+"""Shared code for bulk publishing on kombu's virtual transports, also into a store."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 from billiard.exceptions import SoftTimeLimitExceeded
+from kombu.utils.json import dumps
 
-from ...errors import NativeDelayError, RefusedMessage
+from ...errors import NativeDelayError, RefusedMessage, StoreUnavailable
+from ...store.interface import Row
 from .. import outbox
+from ..bulk_publisher import BulkPublisher
+from ..lasting import is_lasting_sql
 from ..outbox import OutboxBatch
-from .collecting import CollectedMessage, Collecting, PlainMessage
-from .template import refused_of
+from ..stored_bulk import StoredBatch, StoredMessage, packed, template_class, write
+from .from_store import entry_of
+from .template import CollectedMessage, VirtualTaskTemplate, refused_of
 
 NOWHERE = "no queue is bound for it"
+
+
+class PlainMessage(NamedTuple):
+    """A message in kombu's format, and the message's destination queue."""
+
+    queue: str
+    message: dict[str, Any]
+    due_us: int = 0
+
+    @property
+    def envelope(self) -> str:
+        return str(dumps(self.message))
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.message.get("body") or "")
+
+    def another(self, envelope: str, *, due_us: int, task_id: str, delivery_tag: str) -> Self:
+        raise NotImplementedError("only delayed messages have a template")
+
+
+class Collecting:
+    """A channel mixin that collects messages for a bulk publisher instead of sending."""
+
+    collected: list[Any]
+    #: Messages as JSON, for which no queue is bound. kombu would drop these messages.
+    returned: list[bytes]
+    _is_routed = False
+
+    def put_for(self, queue: str, message: dict[str, Any]) -> Any:
+        """Encode *message* for *queue*; the bulk publisher sends the result."""
+        raise NotImplementedError
+
+    def put_for_all(
+        self, exchange: str, message: dict[str, Any], routing_key: str, *, due_us: int
+    ) -> Any:
+        """Encode a delayed message for a fanout exchange; the bulk publisher sends the result."""
+        raise NotImplementedError
+
+    def put_plainly(self, put: PlainMessage) -> None:
+        """Send a message at once with kombu's ``_put``, without collecting the message."""
+        message = put.message
+        # Some of kombu's transports remove properties that they send elsewhere.
+        message = {**message, "properties": dict(message["properties"])}
+        super()._put(put.queue, message)  # type: ignore[misc]
+
+    def basic_publish(
+        self, message: dict[str, Any], exchange: str, routing_key: str, **kwargs: Any
+    ) -> Any:
+        self._is_routed = False
+        result = super().basic_publish(message, exchange, routing_key, **kwargs)  # type: ignore[misc]
+        if not self._is_routed:
+            self.returned.append(dumps(message).encode())
+        return result
+
+    def _put(self, queue: str, message: dict[str, Any], **_: Any) -> None:
+        self._is_routed = True
+        self.collected.append(self.put_for(queue, message))
+
+    def _put_fanout(
+        self: Any, exchange: str, message: dict[str, Any], routing_key: str, **kwargs: Any
+    ) -> None:
+        self._is_routed = True
+        due_us = self.due_of(message)
+        if due_us is None:
+            super()._put_fanout(exchange, message, routing_key, **kwargs)  # type: ignore[misc]
+        else:
+            put = self.put_for_all(exchange, message, routing_key, due_us=due_us)
+            self.collected.append(put)
+
 
 MessageT = TypeVar("MessageT", bound=CollectedMessage)
 BatchT = TypeVar("BatchT", bound=OutboxBatch[Any])
@@ -107,3 +182,64 @@ class CallingOutbox(VirtualOutbox[MessageT, OutboxBatch[MessageT]]):
         self._unanswered -= len(puts)
         gone = {id(put) for put in puts}
         batch.puts = [put for put in batch.puts if id(put) not in gone]
+
+
+class StoreCollecting(Collecting):
+    """A channel mixin that collects rows for the store, and other messages."""
+
+    def put_for(self: Any, queue: str, message: dict[str, Any]) -> StoredMessage | PlainMessage:
+        due_us = self.stored_us(message, self.due_of(message))
+        return PlainMessage(queue, message) if due_us is None else self._row(message, queue, due_us)
+
+    def put_for_all(
+        self: Any, exchange: str, message: dict[str, Any], routing_key: str, *, due_us: int
+    ) -> StoredMessage:
+        stored: StoredMessage = self._row(message, None, due_us)
+        return stored
+
+    def _row(self: Any, message: dict[str, Any], queue: str | None, due_us: int) -> StoredMessage:
+        self.check_reach(due_us)
+        row = Row.of(entry_of(message, queue, due_us=due_us))
+        return StoredMessage(row, joined=self.joins(message.get("headers")))
+
+
+class StoreOutbox(CallingOutbox[Any]):
+    """Writes delayed tasks into the store, and sends other messages to the broker."""
+
+    collecting = StoreCollecting
+
+    def __init__(self, client: Any, window: int) -> None:
+        super().__init__(client, window)
+        self.lost = (*self.lost, StoreUnavailable, *client.recoverable_connection_errors)
+
+    def is_lasting(self, error: BaseException) -> bool:
+        return is_lasting_sql(error) or super().is_lasting(error)
+
+    def _prepare(self, channel: Any) -> None:
+        channel.needed_store.prepare()
+
+    def _packed(self, puts: list[Any]) -> Iterable[OutboxBatch[Any]]:
+        stored, others = packed(puts)
+        yield from stored
+        yield from (OutboxBatch([put]) for put in others)
+
+    def _join(self, puts: list[Any]) -> dict[str, list[Any]]:
+        self._connect()
+        return write(self.channel.needed_store, puts)
+
+    def _deliver(self, batch: OutboxBatch[Any]) -> None:
+        if not isinstance(batch, StoredBatch):
+            self._put_plainly(batch.puts[0])
+            return
+        for reason, puts in write(self.channel.needed_store, batch.puts).items():
+            self._settled(batch, puts, reason=reason)
+
+    def _reports(self, reason: str, puts: Iterable[Any]) -> list[RefusedMessage]:
+        stored, others = packed(list(puts))
+        reports = [put.refused(reason) for each in stored for put in each.puts]
+        return reports + super()._reports(reason, others)
+
+
+def store_publisher(client: Any, window: int) -> BulkPublisher:
+    """Return a bulk publisher of an app whose tasks wait in a store."""
+    return BulkPublisher(StoreOutbox(client, window), template_class(VirtualTaskTemplate))

@@ -13,15 +13,33 @@ from collections.abc import Callable, Mapping
 from json.encoder import encode_basestring_ascii as as_json
 from operator import itemgetter
 from secrets import token_hex
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, Self
 
 from ...due_time import milliseconds_up
 from ...errors import RefusedMessage
 from ...message import HEADER
 from .. import bulk_publisher
 from ..bulk_publisher import BulkPublisher, RandomIds, TaskValues
-from .collecting import CollectedMessage
 from .wrapping import encoded, unwrapped
+
+
+class CollectedMessage(Protocol):
+    """An encoded message that a bulk publisher will send to one queue."""
+
+    @property
+    def due_us(self) -> int:
+        """Return the due time (µs since the epoch), or 0 for an immediate message."""
+
+    @property
+    def envelope(self) -> str | bytes:
+        """Return kombu's message as JSON, with this package's header if delayed."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Return the message's approximate size in bytes."""
+
+    def another(self, envelope: str, *, due_us: int, task_id: str, delivery_tag: str) -> Self:
+        """Return a copy of this message with another task's content, id and due time."""
 
 
 class VirtualTaskFields(NamedTuple):

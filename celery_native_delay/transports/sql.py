@@ -1,19 +1,26 @@
 """Subclasses of kombu's transports for brokers that cannot delay: all tasks wait in a store.
 
 Examples are the transports ``filesystem``, ``mongodb`` and ``sqlalchemy``. Each subclass is
-created at the first use of its transport. Without the transport option ``native_delay``, the
-subclass behaves exactly like kombu's transport.
+created at the first use of its transport. kombu imports a transport by a path, such as
+``celery_native_delay.transports.sql:filesystem``. Without the transport option ``native_delay``,
+the subclass behaves exactly like kombu's transport.
 """
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
+from heapq import nsmallest
 from pathlib import Path
 from queue import Empty
 from threading import Event
+from time import monotonic, time
 from types import SimpleNamespace
 from typing import Any
+from uuid import uuid4
 
 from amqp.exceptions import RecoverableConnectionError
 from kombu.exceptions import ChannelError
@@ -21,22 +28,29 @@ from kombu.transport import virtual
 from kombu.utils.imports import symbol_by_name
 from kombu.utils.json import dumps
 
-from ...errors import CannotDelay, UnsupportedBroker
-from ...finding import WRONG, Finding
-from ...records.publishing import underway
-from ...settings import DelaySettings, is_a_store_url
-from ...store.entry import StoreEntry
-from ...store.interface import Store
-from ...store.opened import store_of
-from ...urls import without_password
-from ..aliases import OPTION, originals
-from ..interface import AdminPart, Backlog, Told, Wait, WorkerPart
-from ..moving import Source
-from ..virtual import delays
-from ..virtual.channel import DelayingChannel, DelayingTransport, VirtualMessage
-from ..virtual.moving import VirtualMovingPart
-from ..virtual.store_source import StoreSource
-from .whole_files import is_folder, is_next_unfinished, put_file
+from ..errors import CannotDelay, UnsupportedBroker
+from ..finding import WRONG, Finding
+from ..records.publishing import underway
+from ..settings import DelaySettings, is_a_store_url
+from ..store.entry import StoreEntry
+from ..store.interface import Store
+from ..store.opened import store_of
+from ..urls import without_password
+from .aliases import OPTION, originals
+from .interface import AdminPart, Backlog, Told, Wait, WorkerPart
+from .moving import Source
+from .virtual import delays
+from .virtual.channel import DelayingChannel, DelayingTransport, VirtualMessage
+from .virtual.moving import StoreSource, VirtualMovingPart
+
+#: Error numbers that mean that the queue's name is wrong, if the folder exists.
+_BY_NAME = (errno.ENOENT, errno.ENOTDIR, errno.EINVAL, errno.ENAMETOOLONG)
+
+#: An incomplete file of this age is left by a producer that has died.
+_WRITING_SECONDS = 10.0
+
+#: More than the next file, because other consumers may take that one in the meantime.
+_LOOKED_AT = 10
 
 
 class SqlDelays(delays.VirtualDelays):
@@ -168,7 +182,13 @@ class StoreDelayingTransport(DelayingTransport):
 
 
 class FolderChannel(StoreDelayingChannel):
-    """A mixin for kombu's filesystem channel: it writes and reads only complete message files."""
+    """A mixin for kombu's filesystem channel: it writes and reads only complete message files.
+
+    kombu creates each file under the final name. A consumer that reads the file too early gets an
+    empty file, loses the message, and ends. So this package writes under another name, and then
+    renames the file. Its consumers wait for the files that kombu itself writes.
+    https://github.com/celery/kombu/blob/v5.5.0/kombu/transport/filesystem.py#L238
+    """
 
     def _put(self, queue: str, message: dict[str, Any], **kwargs: Any) -> Any:
         if underway.get() is not None or self.stored_us(message, self.due_of(message)) is not None:
@@ -264,3 +284,48 @@ def transport_of(alias: str) -> type[virtual.Transport]:
         found = original() if callable(original) else symbol_by_name(original)
         _transports[alias] = delaying(symbol_by_name(found))
     return _transports[alias]
+
+
+def is_folder(channel: Any) -> bool:
+    """Return True if *channel* is a channel of kombu's filesystem transport."""
+    return hasattr(channel, "data_folder_out")
+
+
+def is_next_unfinished(channel: Any, queue: str) -> bool:
+    """Return True if a producer without this package still writes the queue's next message."""
+    with os.scandir(channel.data_folder_in) as found:
+        files = {each.name: each.path for each in found if each.name.endswith(f".{queue}.msg")}
+    return any(_is_unfinished(files[name]) for name in nsmallest(_LOOKED_AT, files))
+
+
+def _is_unfinished(path: str) -> bool:
+    try:
+        with Path(path).open("rb") as file:
+            found = os.fstat(file.fileno())
+            file.seek(max(found.st_size - 1, 0))
+            return file.read() != b"}" and time() - found.st_mtime < _WRITING_SECONDS
+    except OSError:
+        return False  # another consumer has taken the message
+
+
+def put_file(channel: Any, queue: str, envelope: str) -> None:
+    """Write a message as a complete JSON file into the transport's folder."""
+    folder = Path(channel.data_folder_out)
+    name = f"{round(monotonic() * 1000)}_{uuid4()}"
+    # Without the queue's name: kombu 5.5's consumers look for that name anywhere in a file's name.
+    unfinished = folder / f"{name}.unfinished"
+    try:
+        unfinished.write_bytes(envelope.encode())
+        unfinished.rename(folder / f"{name}.{queue}.msg")
+    except OSError as exc:
+        with suppress(OSError):
+            unfinished.unlink()
+        if exc.errno in _BY_NAME and folder.is_dir():
+            raise ChannelError(f"Cannot add file for {queue!r} to directory") from exc
+        raise
+
+
+def __getattr__(name: str) -> Any:
+    if name in originals:
+        return transport_of(name)
+    raise AttributeError(name)
