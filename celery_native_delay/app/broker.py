@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
+from celery.utils.imports import symbol_by_name
 from kombu.exceptions import OperationalError
 from kombu.transport import TRANSPORT_ALIASES
 
 from ..errors import UnsupportedBroker
 from ..settings import DelaySettings
-from ..transports.aliases import needs_store, transport_of
+from ..transports.aliases import OPTION, asks_for_delays, needs_store, transport_of
 from ..urls import without_password
 
 _WAY_TO_STORE = (
@@ -65,20 +66,65 @@ def shown_broker(app: Any) -> str:
 T = TypeVar("T")
 
 
-def ask_on_a_connection(app: Any, question: Callable[[Any], T]) -> T:
-    """Call the function *question* with a pooled connection; retry once after a lost connection."""
+def unconnected(app: Any) -> Any:
+    """Return a connection for what needs the store alone, which never connects to the broker.
+
+    Only RabbitMQ has one; for others, return None.
+    """
+    connection = app.connection_for_write()
+    name = getattr(connection.get_transport_cls(), "unconnected", None)
+    if name is None or not asks_for_delays((connection.transport_options or {}).get(OPTION)):
+        return None
+    connection._transport = symbol_by_name(name)(connection)  # a copy of the connection connects
+    return connection
+
+
+def opened(app: Any, connection: Any) -> Any:
+    """Open *connection*; while the broker is away, return one that is enough to ask the store.
+
+    Raises OperationalError if the app has no such connection.
+    """
     try:
-        with app.connection_or_acquire() as connection:
-            for last_try in (False, True):
-                try:
-                    connection.ensure_connection(max_retries=1)
-                    return question(connection)
-                except connection.recoverable_connection_errors as exc:
-                    # A pooled connection notices a restarted broker only when it is used.
-                    if last_try:
-                        raise OperationalError(str(exc)) from exc
-                    connection.collect()
+        connection.ensure_connection(max_retries=1, interval_start=0)
+    except OperationalError:
+        alone = unconnected(app)
+        if alone is None:
+            raise
+        return alone
+    return connection
+
+
+def reach(app: Any) -> None:
+    """Connect to the broker if no pooled connection is open. Raises OperationalError."""
+    with app.producer_pool.acquire(block=True) as producer:
+        producer.connection.ensure_connection(max_retries=1, interval_start=0, interval_step=0)
+
+
+def ask_on_a_connection(app: Any, question: Callable[[Any], T]) -> T:
+    """Call the function *question* with a pooled connection; retry once after a lost connection.
+
+    While the broker is away, *question* gets a connection that is enough to ask the store.
+    """
+    try:
+        return _ask_connected(app, question)
     except OperationalError as exc:
+        alone = unconnected(app)
+        if alone is not None:
+            with suppress(OperationalError):  # it needs the broker
+                return question(alone)
         name_broker(exc, app)
         raise
+
+
+def _ask_connected(app: Any, question: Callable[[Any], T]) -> T:
+    with app.connection_or_acquire() as connection:
+        for last_try in (False, True):
+            try:
+                connection.ensure_connection(max_retries=1)
+                return question(connection)
+            except connection.recoverable_connection_errors as exc:
+                # A pooled connection notices a restarted broker only when it is used.
+                if last_try:
+                    raise OperationalError(str(exc)) from exc
+                connection.collect()
     raise AssertionError("unreachable")

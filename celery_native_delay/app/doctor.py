@@ -25,6 +25,7 @@ from ..finding import ADVICE, UNCHECKED, WRONG, Finding
 from ..schedules.state import EXPIRED, MISSED
 from ..settings import DRAIN, DelaySettings
 from ..transports.interface import lines_of
+from .broker import unconnected
 from .installation import admin_part, bounded_connection, installed
 from .schedules import Scheduled, Schedules
 
@@ -100,7 +101,9 @@ def _of_broker(app: Any, settings: DelaySettings) -> Iterator[Finding]:
         yield _failed("broker", exc)
 
 
-def _found_on(connection: Any, app: Any, settings: DelaySettings) -> Iterator[Finding]:
+def _found_on(
+    connection: Any, app: Any, settings: DelaySettings, *, is_alone: bool = False
+) -> Iterator[Finding]:
     away = OperationalError, OSError, *connection.connection_errors, *connection.channel_errors
     try:
         connection.ensure_connection(max_retries=1, interval_start=0)
@@ -120,7 +123,11 @@ def _found_on(connection: Any, app: Any, settings: DelaySettings) -> Iterator[Fi
             yield from _of_lines(connection, settings)
     except away as exc:
         problem = f"cannot use the broker {connection.as_uri()}: {type(exc).__name__}: {exc}"
+        if is_alone:  # it needs the broker
+            return
         yield Finding("broker", WRONG, problem, _START_IT)
+        if (alone := unconnected(app)) is not None:
+            yield from _found_on(alone, app, settings, is_alone=True)
 
 
 def _failed(check: str, exc: NativeDelayError) -> Finding:

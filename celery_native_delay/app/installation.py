@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
+from time import monotonic
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ from celery._state import get_current_task
 from celery.local import Proxy
 from kombu import Connection
 from kombu.exceptions import OperationalError
+from kombu.utils.uuid import uuid
 
 from ..due_time import check_countdown
 from ..errors import SettingsError, UnsupportedBroker
@@ -26,6 +28,8 @@ from .broker import (
     ask_on_a_connection,
     check_fits,
     name_broker,
+    reach,
+    unconnected,
     why_nothing_waits,
     without_traceback,
 )
@@ -38,6 +42,12 @@ PREFIX = "native_delay_"
 
 #: About thirty years in seconds: Celery cannot compute an ETA from a much longer countdown.
 LONGEST_CELERY_SECONDS = 1e9
+
+#: Seconds without an attempt to connect, after one that failed.
+AWAY_SECONDS = 5.0
+
+#: The position of ``countdown`` in Celery's ``send_task``, which is the first of its options.
+_OPTIONS_AT = 3
 
 #: URLs to use instead, by the driver type of kombu's other transport for the same broker.
 EXPECTED_URLS = {
@@ -59,6 +69,9 @@ class Installation:
         self._earlier_task_from_fun = vars(app).get("_task_from_fun")
         self._amqp: Any = None
         self._connected_delays: bool | None = None
+        self._has_store: bool | None = None
+        #: Until then, in monotonic seconds, tasks go into the store without the broker.
+        self._away_until = 0.0
         self._warned_of: set[str] = set()
         self.raises_if_unsupported = False
         """True in a ``delay`` command, which raises an error for an unsupported broker."""
@@ -114,6 +127,7 @@ class Installation:
                 connection = connect(*args, **kwargs)
                 connection.get_transport_cls()
             settings = self._settings_or_error()
+            self._has_store = isinstance(settings, DelaySettings) and settings.store is not None
             if self._fits(connection, settings):
                 options = {OPTION: option_of(settings)} | (connection.transport_options or {})
                 connection.transport_options = options
@@ -134,11 +148,37 @@ class Installation:
         send_task = self.earlier_send_task or partial(type(self.app).send_task, self.app)
         try:
             with outside_transaction() if _is_retry(options) else nullcontext():
-                return send_task(*args, **options)
+                return self._send(send_task, args, options)
         except OperationalError as exc:
             if options.get("connection") is None and options.get("producer") is None:
                 name_broker(exc, self.app)
             raise
+
+    def _send(
+        self, send_task: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]
+    ) -> Any:
+        """Call *send_task*. A task of the store is written there, although the broker is away."""
+        if self._has_store is None:
+            self._has_store = self.has("store")
+        theirs = options.get("connection") is not None or options.get("producer") is not None
+        if theirs or not self._has_store or len(args) > _OPTIONS_AT:
+            return send_task(*args, **options)
+        lost: OperationalError | None = None
+        options["task_id"] = options.get("task_id") or uuid()  # the same at the second attempt
+        if monotonic() > self._away_until:
+            try:
+                reach(self.app)
+                return send_task(*args, **options)
+            except OperationalError as exc:
+                lost = exc
+                self._away_until = monotonic() + AWAY_SECONDS
+        connection = unconnected(self.app)
+        if connection is not None and _goes_into_store(connection.default_channel, args, options):
+            producer = self.app.amqp.Producer(connection, auto_declare=False)
+            return send_task(*args, **{**options, "producer": producer})
+        if lost is not None:
+            raise lost
+        return send_task(*args, **options)
 
     def task_from_fun(self, *args: Any, **options: Any) -> Any:
         """Make a task by the ``_task_from_fun`` that ``install`` replaces."""
@@ -319,6 +359,13 @@ def admin_part(app: Any, connection: Any) -> AdminPart:
     part: AdminPart = channel.admin_part(settings)
     part.serve(list(app.amqp.queues.values()))
     return part
+
+
+def _goes_into_store(channel: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
+    """Return True if a task waits in the store, or is sent with the user's transaction."""
+    headers = {"task": args[0] if args else options.get("name")}
+    is_delayed = bool(options.get("countdown") or options.get("eta"))
+    return bool(channel.waits_in_store(headers) if is_delayed else channel.joins(headers))
 
 
 def _is_retry(options: Mapping[str, Any]) -> bool:

@@ -19,6 +19,7 @@ from ..rates.rate import Rate
 from ..rates.retry_after import RETRIED_FOR_SECONDS, RetryAfter
 from ..records.waiting import PLACE
 from .installation import Installation, delaying_channel
+from .transactions import join_on_commit
 
 logger = get_logger(__name__)
 
@@ -34,7 +35,7 @@ def task_from_fun(installation: Installation, *args: Any, **options: Any) -> Any
 
 
 def teach_tasks(installation: Installation, **_: Any) -> None:
-    """Let the app's tasks raise RetryAfter, even tasks that were made before ``install``."""
+    """Teach the app's tasks RetryAfter, even tasks that were made before ``install``."""
     for task in list(installation.app._tasks.values()):  # app.tasks would finalize the app
         _teach(installation, task)
     for task in installation.app._pending:  # made at their first use, by Celery's own function
@@ -47,6 +48,7 @@ def _teach(installation: Installation, task: Any) -> None:
     run = getattr(task, attribute)
     if not hasattr(run, "native_delay_original") and not task.name.startswith("celery."):
         setattr(task, attribute, _retrying(installation, task, run))
+        join_on_commit(installation.app, task)
 
 
 def _retrying(installation: Installation, task: Any, run: Callable[..., Any]) -> Callable[..., Any]:

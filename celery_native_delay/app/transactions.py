@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from celery._state import get_current_task
@@ -16,6 +17,7 @@ from ..settings import DelaySettings
 from ..store import joined
 from ..store.interface import Store
 from ..texts import storable
+from .broker import unconnected
 from .installation import delaying_channel, installation_of, is_in_clock
 
 
@@ -57,7 +59,8 @@ def in_transaction(app: Any, session: Any, *, once: bool = False) -> Iterator[No
 
 def store_of_app(app: Any) -> Store:
     """Return the store of an app. Raises NoStore."""
-    with app.connection_or_acquire() as connection:
+    alone = unconnected(app)
+    with nullcontext(alone) if alone is not None else app.connection_or_acquire() as connection:
         channel, _ = delaying_channel(app, connection)
         store: Store = channel.needed_store
     return store
@@ -75,6 +78,26 @@ def claim(app: Any, store: Store, task: Any) -> None:
     name = RecordName("claim", storable(f"{task.name}:{request.id}:{request.retries}"))
     if not store.state.claim(name, kept_us=round(settings.once_days * DAY_US)):
         raise Ignore("the task has run already, and it is once")
+
+
+def join_on_commit(app: Any, task: Any) -> None:
+    """Let Celery's ``delay_on_commit`` and ``apply_async_on_commit`` join the open transaction.
+
+    Else they send after the commit, and the task is lost if the process dies before.
+    """
+    for name in ("delay", "apply_async"):
+        later = getattr(task, f"{name}_on_commit", None)
+        if getattr(later, "__module__", None) == "celery.contrib.django.task":  # not the user's own
+            setattr(task, f"{name}_on_commit", partial(_on_commit, app, getattr(task, name), later))
+
+
+def _on_commit(app: Any, send: Callable[..., Any], later: Any, *args: Any, **kwargs: Any) -> None:
+    installation = installation_of(app)
+    keeps_rows = installation is not None and installation.enabled and installation.has("store")
+    if keeps_rows and not is_in_clock(app) and store_of_app(app).users() is not None:
+        send(*args, **kwargs)
+    else:
+        later(*args, **kwargs)
 
 
 @contextmanager

@@ -165,11 +165,12 @@ def reachable(ctx: click.Context) -> Iterator[Any]:
     """Yield a new connection to the app's broker. Raises if ``install(app)`` was not called."""
     from kombu.exceptions import OperationalError
 
+    from ..app.broker import opened
+
     installed_settings(ctx)
     with ctx.obj.app.connection_for_write() as connection:
-        connection.ensure_connection(max_retries=1)
         try:
-            yield connection
+            yield opened(ctx.obj.app, connection)
         except (*connection.connection_errors, *connection.channel_errors) as exc:
             raise OperationalError(str(exc)) from exc
 

@@ -122,8 +122,8 @@ def ls(
 def _in_broker(ctx: click.Context) -> int:
     """Return the number of tasks that wait in the broker beside a store."""
     with broker(ctx) as part:
-        own = getattr(part, "own", None)
-        return 0 if own is None else int(own.backlog().waiting)
+        count = getattr(part, "in_broker", int)
+        return count() or 0
 
 
 @command(name="show")

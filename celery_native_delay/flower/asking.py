@@ -11,6 +11,7 @@ from typing import TypeVar
 from celery import Celery
 from kombu.exceptions import OperationalError
 
+from ..app.broker import opened
 from ..app.delay import Delay
 from ..app.installation import admin_part, installed
 from ..durations import duration
@@ -47,8 +48,7 @@ class Asking:
 
         def asked() -> T:
             with self.app.connection_or_acquire() as connection:
-                connection.ensure_connection(max_retries=1)
-                return question(admin_part(self.app, connection))
+                return question(admin_part(self.app, opened(self.app, connection)))
 
         return await self._ask(asked, self._broker, within_seconds)
 

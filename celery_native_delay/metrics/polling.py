@@ -11,6 +11,7 @@ from typing import Any
 from celery import Celery
 from celery.utils.log import get_logger
 
+from ..app.broker import opened
 from ..app.installation import TIMEOUT_SECONDS, admin_part, bounded_connection, delaying_channel
 from ..app.schedules import Scheduled, Schedules
 from ..errors import NativeDelayError, described
@@ -73,7 +74,9 @@ class Poll(Thread):
     def _look(self) -> Reading:
         begin = monotonic()
         try:
-            backlog, lines, entries = self._backlog(), self._lines(), self._entries()
+            connection = self._opened()
+            backlog = admin_part(self._app, connection).backlog()
+            lines, entries = self._lines(connection), self._entries(connection)
         except Exception as exc:  # no error of the broker may end the thread
             self._disconnect()
             if not self._warned:
@@ -89,27 +92,25 @@ class Poll(Thread):
         first_due = None if first_us is None else time() + first_us / 1_000_000
         return Reading(backlog, monotonic(), monotonic() - begin, first_due, lines, entries)
 
-    def _backlog(self) -> Backlog:
+    def _opened(self) -> Any:
         if self._connection is None:
             self._connection = bounded_connection(self._app)
-        self._connection.ensure_connection(max_retries=1, interval_start=0)
-        backlog: Backlog = admin_part(self._app, self._connection).backlog()
-        return backlog
+        return opened(self._app, self._connection)
 
-    def _lines(self) -> tuple[RateLine, ...] | None:
-        channel, settings = delaying_channel(self._app, self._connection)
+    def _lines(self, connection: Any) -> tuple[RateLine, ...] | None:
+        channel, settings = delaying_channel(self._app, connection)
         if not settings.rates:
             return None
         with suppress(NativeDelayError), closing(channel.lines(settings)) as lines:
             return tuple(lines.look(MOST_LINES))
         return None
 
-    def _entries(self) -> tuple[Scheduled, ...] | None:
-        _, settings = delaying_channel(self._app, self._connection)
+    def _entries(self, connection: Any) -> tuple[Scheduled, ...] | None:
+        _, settings = delaying_channel(self._app, connection)
         if not settings.schedules:
             return None
         with suppress(NativeDelayError):
-            return tuple(Schedules(self._app, self._connection))
+            return tuple(Schedules(self._app, connection))
         return None
 
     def _disconnect(self) -> None:

@@ -14,6 +14,8 @@ from shlex import quote
 from threading import Thread
 from typing import Any, TypeVar
 
+from kombu.exceptions import OperationalError
+
 from ..due_time import check_due
 from ..errors import SettingsError, StoreUnavailable, UnsupportedBroker
 from ..finding import ADVICE, WRONG, Finding
@@ -360,7 +362,9 @@ class StoreAdminPart(AdminPart):
         return Told({**told.facts, **own.as_json()}, [*told.sentences, *own.lines(_no_table)])
 
     def verify(self) -> list[Finding]:
-        return [] if self._channel.keeps_all_in_store else self.own.verify()
+        if self._channel.keeps_all_in_store:
+            return []
+        return _unless_away(self.own.verify) or []
 
     def examine(self) -> list[Finding]:
         found = self._store.findings()
@@ -368,25 +372,38 @@ class StoreAdminPart(AdminPart):
             found += self._status().findings()
         found += stranded(self._store, ADVICE)
         if not self._channel.keeps_all_in_store:
-            return found + self.own.examine()
-        return found + self._left_in_broker(self.own.backlog().waiting)
+            return found + (_unless_away(self.own.examine) or [])
+        return found + self._left_in_broker(self.in_broker() or 0)
+
+    def in_broker(self) -> int | None:
+        """Return the number of tasks that wait in the broker itself; None while it is away."""
+        backlog = _unless_away(self.own.backlog)
+        return None if backlog is None else backlog.waiting
 
     def status(self) -> Told:
         status = self._status()
         facts, sentences, found = status.as_json(), status.lines(_no_table), status.findings()
         if self._channel.keeps_all_in_store:
-            left = self.own.backlog().waiting
-            return Told(facts | {"in_broker": left}, sentences, found + self._left_in_broker(left))
-        own = self.own.status()
+            left = self.in_broker()
+            if left is None:
+                found.insert(0, _AWAY)
+            found += self._left_in_broker(left or 0)
+            return Told(facts | {"in_broker": left}, sentences, found)
+        own = _unless_away(self.own.status)
+        if own is None:
+            return Told({**facts, "broker": None}, sentences, [_AWAY, *found])
         lines = [f"{self.name}:", *sentences, "", "in the broker:", *own.lines(_no_table)]
         return Told({**facts, "broker": own.as_json()}, lines, found + own.findings())
 
     def backlog(self) -> Backlog:
-        own = self.own.backlog()
+        own = _unless_away(self.own.backlog)
         try:
             census = self._store.census()
         except StoreUnavailable:
+            if own is None:
+                raise
             return replace(own, store_answers=False)
+        own = own or Backlog(0, 0)
         return replace(
             own,
             waiting=own.waiting + census.waiting,
@@ -431,6 +448,22 @@ class StoreAdminPart(AdminPart):
         problem = f"{number} task(s) still wait in the broker, where nothing can change them"
         way_out = "move them into the store: `celery -A PROJ delay migrate --from broker`"
         return [Finding("broker", ADVICE, problem, way_out)]
+
+
+_AWAY = Finding(
+    "broker",
+    WRONG,
+    "the broker is away: what is due waits in the store",
+    "start the broker; workers then publish the overdue tasks in order",
+)
+
+
+def _unless_away(ask: Callable[[], T]) -> T | None:
+    """Return the broker's answer, or None on a connection that reaches the store alone."""
+    try:
+        return ask()
+    except OperationalError:
+        return None
 
 
 def stranded(store: Store, level: str) -> list[Finding]:

@@ -16,7 +16,9 @@ from typing import Any
 
 import pytest
 from celery import Celery, chain, chord, group
+from celery.contrib.django.task import DjangoTask
 from kombu import Connection
+from kombu.exceptions import OperationalError
 from sqlalchemy import Column, Integer, MetaData, Table, create_engine, make_url
 from sqlalchemy.orm import Session
 
@@ -29,7 +31,10 @@ from celery_native_delay import (
     install,
     outside_transaction,
 )
-from celery_native_delay.app.installation import delaying_channel
+from celery_native_delay.app.broker import opened
+from celery_native_delay.app.doctor import examine
+from celery_native_delay.app.install import drop_pools
+from celery_native_delay.app.installation import admin_part, delaying_channel
 from celery_native_delay.bulk import bulk
 from celery_native_delay.store.dispatcher import TransactionRelay
 from celery_native_delay.testing import PrivateRabbitMQ
@@ -185,8 +190,11 @@ def test_a_task_is_sent_if_and_only_if_its_transaction_commits(app: Celery, atom
 
 @pytest.mark.rabbitmq
 def test_every_way_to_send_joins_the_transaction(app: Celery, atomic: Any) -> None:
-    """send_task, chains, groups, chords, bulk and keys; also what is sent while it rolls back."""
+    """send_task, chains, groups, chords, bulk, keys and Celery's own delay_on_commit."""
     remind = app.tasks["shop.remind"]
+
+    @app.task(name="shop.mail", base=DjangoTask)
+    def mail(number: int) -> None: ...
 
     def send_all() -> None:
         app.send_task("shop.remind", (1,), task_id="by-name")
@@ -197,6 +205,8 @@ def test_every_way_to_send_joins_the_transaction(app: Celery, atomic: Any) -> No
         with bulk(app) as outbox:
             outbox.send(remind, (1,), task_id="bulk")
             outbox.send(remind, (1,), task_id="later", countdown=HOUR_SECONDS)
+        mail.delay_on_commit(1)
+        mail.apply_async_on_commit((1,), task_id="on-commit")
         debounced = remind.s(1).set(task_id="debounced")
         Delay(app).debounce(debounced, key="user:1", seconds=HOUR_SECONDS)
 
@@ -207,7 +217,9 @@ def test_every_way_to_send_joins_the_transaction(app: Celery, atomic: Any) -> No
     with atomic():
         send_all()
         assert sent(app) == []
-    assert sent(app) == ["by-name", "alone", "first", "one", "two", "head", "bulk"]
+    told = sent(app)
+    assert told[:7] == ["by-name", "alone", "first", "one", "two", "head", "bulk"]
+    assert (len(told), told[8]) == (9, "on-commit")
     assert sorted(waiting(app)) == ["debounced", "later"]
 
 
@@ -436,6 +448,36 @@ def test_requests_go_on_while_the_broker_is_away_and_their_tasks_follow_in_order
             wait_until(lambda: dispatcher.promoted == 19)
     came = [task_id for task_id in sent(app) if task_id != "order-0"]  # its ack may be lost
     assert came == [f"order-{number}" for number in range(1, 20)]
+
+
+@pytest.mark.rabbitmq
+def test_a_process_that_starts_while_the_broker_is_away_sends_and_looks(
+    app: Celery, atomic: Any, vhost_url: str
+) -> None:
+    """Delayed tasks and those of a transaction go into the store; others fail."""
+    app.conf.broker_url = f"amqp://guest:guest@127.0.0.1:1/{make_url(vhost_url).database}"
+    send(app, 1, countdown=HOUR_SECONDS)
+    with atomic():
+        send(app, 2)
+        send(app, 3, countdown=HOUR_SECONDS)
+    with pytest.raises(OperationalError):
+        send(app, 4, retry=False)
+    delay = Delay(app)
+    assert sorted(waiting(app)) == ["order-1", "order-2", "order-3"]
+    assert delay.cancel("order-3")
+    with app.connection_for_write() as connection:
+        told = admin_part(app, opened(app, connection)).status()
+    assert told.findings()[0].problem.startswith("the broker is away")
+    assert told.as_json()["waiting"] == 2
+    assert examine(app)[0].check == "broker"
+    app.conf.broker_url = vhost_url
+    drop_pools(app)
+    with app.connection_for_write() as connection:
+        channel, settings = delaying_channel(app, connection)
+        dispatcher = channel.worker_part(settings).promoter(app.connection_for_write)
+        with beside(dispatcher.run, stop=dispatcher.stop):
+            wait_until(lambda: dispatcher.promoted == 2)  # and the cancelled one
+    assert sorted(sent(app)) == ["order-2", "order-3"]
 
 
 @pytest.mark.rabbitmq

@@ -327,6 +327,9 @@ in_forked_children(_leave_to_parent)
 class Transport(pyamqp.Transport):  # type: ignore[misc]
     """kombu's AMQP transport with delayed messages, if the option ``native_delay`` is set."""
 
+    #: The transport for what needs the store alone.
+    unconnected = "celery_native_delay.transports.rabbitmq.unconnected:UnconnectedTransport"
+
     def establish_connection(self) -> Any:
         options = getattr(self.client, "transport_options", None) or {}
         if asks_for_delays(options.get(OPTION)):
