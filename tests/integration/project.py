@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from tests.waiting import PATIENCE_SECONDS
@@ -21,6 +24,25 @@ app = Celery("shop", broker={url!r}, set_as_current=False)
 app.conf.task_default_queue = "orders"
 install(app, **{settings!r})
 """
+
+#: Forks the commands from a process that has imported Celery, which takes a second.
+_FORKING = multiprocessing.get_context("forkserver")
+_FORKING.set_forkserver_preload(["celery.__main__", "celery.bin.celery", "celery_native_delay.cli"])
+
+
+def _celery(files: str, folder: str, arguments: tuple[str, ...], environ: dict[str, str]) -> None:
+    """Be ``python -m celery …`` in *folder*, with the standard streams in *files*."""
+    from celery.__main__ import main
+
+    for number, name in enumerate(("in", "out", "err")):
+        os.dup2(os.open(Path(files, name), os.O_RDWR), number)
+    sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115
+    os.environ.clear()
+    os.environ.update(environ)
+    os.chdir(folder)
+    sys.path[0] = folder
+    sys.argv = ["celery", *arguments]
+    sys.exit(main())
 
 
 @dataclass(frozen=True)
@@ -39,14 +61,20 @@ class Project:
 
     def delay(self, *arguments: str, answer: str = "") -> subprocess.CompletedProcess[str]:
         """Run ``celery -A shop delay …``; fails if it prints a traceback."""
-        done = subprocess.run(
-            [sys.executable, "-m", "celery", "-A", "shop", "delay", *arguments],
-            cwd=self.folder,
-            input=answer,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_SECONDS,
-        )
+        command = ("-A", "shop", "delay", *arguments)
+        with TemporaryDirectory() as files:
+            for name, text in (("in", answer), ("out", ""), ("err", "")):
+                Path(files, name).write_text(text)
+            given = (files, str(self.folder), command, dict(os.environ))
+            process = _FORKING.Process(target=_celery, args=given)
+            process.start()
+            process.join(PATIENCE_SECONDS)
+            if process.exitcode is None:
+                process.kill()
+                raise subprocess.TimeoutExpired(command, PATIENCE_SECONDS)
+            said = [Path(files, name).read_text() for name in ("out", "err")]
+        done = subprocess.CompletedProcess(command, process.exitcode, *said)
+        process.close()
         assert "Traceback" not in done.stdout + done.stderr, done.stderr
         return done
 
