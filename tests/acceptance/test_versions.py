@@ -45,5 +45,6 @@ def test_unit_and_task_tests_pass_on_celery(celery: str, kombu: str, tmp_path: P
         return done.stdout
 
     assert run("-c", SHOW).split() == [celery, kombu]
-    tests = ["tests/unit", "tests/acceptance/test_tasks.py", "-m", "not (rabbitmq43 or redis or tools)"]
-    assert " passed" in run("-m", "pytest", "-q", "-p", "no:cacheprovider", *tests)
+    tests = ["tests/unit", "tests/acceptance/test_tasks.py"]
+    options = ["-q", "-p", "no:cacheprovider", "-m", "not (rabbitmq43 or redis or tools)"]
+    assert " passed" in run("-m", "pytest", *options, *tests)

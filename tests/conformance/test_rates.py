@@ -36,8 +36,13 @@ BROKERS = [
     in_ci("sqs"),
 ]
 
-#: Of one more broker, only what its own way of putting messages back may break is tested.
-not_on_sqs = pytest.mark.parametrize("broker", BROKERS[:-1], indirect=True, scope="session")
+#: What the two kinds of store keep. The other tests show how each broker puts messages back.
+in_both_stores = pytest.mark.parametrize(
+    "broker",
+    [pytest.param("redis", marks=pytest.mark.redis), in_ci("rabbitmq-4.3")],
+    indirect=True,
+    scope="session",
+)
 
 RATE = Rate("40/4s", key="tenant")
 
@@ -66,7 +71,7 @@ def by_tenant(runs: list[Run]) -> dict[str, list[float]]:
     return found
 
 
-@not_on_sqs
+@in_both_stores
 def test_concurrent_workers_share_one_rate(fleet: Fleet) -> None:
     """Four threads ask at the same time, each on its own connection; the rate has a burst."""
     app, rate = fleet.app(), Rate("500/10s", burst=5)
@@ -118,7 +123,7 @@ def test_the_rate_holds_in_every_window_although_a_worker_is_killed(fleet: Fleet
     assert span >= LOOKED_AT * (len(starts["ada"]) - 1) * RATE.spacing_us / 1_000_000
 
 
-@not_on_sqs
+@in_both_stores
 def test_waiting_tasks_move_when_the_rate_of_their_key_is_set(fleet: Fleet) -> None:
     """Within seconds and in their order, and other keys keep their rate."""
     rates = {"native_delay_rates": {"call_api": rated("1/h", "tenant")}}
@@ -151,7 +156,7 @@ def test_waiting_tasks_move_when_the_rate_of_their_key_is_set(fleet: Fleet) -> N
 
 
 @pytest.mark.ci
-@not_on_sqs
+@in_both_stores
 def test_waiting_tasks_move_when_a_deployment_raises_their_rate(fleet: Fleet) -> None:
     """Tasks that were sent later stay behind them."""
     slow, fast = ({"native_delay_rates": {"call_api": rated(each)}} for each in ("1/h", "20/s"))
@@ -180,7 +185,7 @@ def overlaps(fleet: Fleet, killed: dict[int, float]) -> dict[str, int]:
     }
 
 
-@not_on_sqs
+@in_both_stores
 def test_at_most_two_tasks_of_a_key_run_at_a_time(fleet: Fleet) -> None:
     """On all workers. The other tasks wait in the broker, not in the processes."""
     rates = {"native_delay_rates": {"alone": {"key": "key", "concurrent": 2}}}
@@ -197,7 +202,7 @@ def test_at_most_two_tasks_of_a_key_run_at_a_time(fleet: Fleet) -> None:
 
 
 @pytest.mark.ci
-@not_on_sqs
+@in_both_stores
 def test_concurrent_tasks_wait_in_the_broker_and_a_killed_process_frees_its_key(
     fleet: Fleet,
 ) -> None:
@@ -230,7 +235,7 @@ def test_a_redelivered_task_whose_process_was_killed_gets_its_lock_again(fleet: 
 
 
 @pytest.mark.ci
-@not_on_sqs
+@in_both_stores
 def test_a_limit_of_running_tasks_holds_although_a_worker_is_killed(fleet: Fleet) -> None:
     """Its leases expire after a minute, and then its key goes on."""
     rates = {"native_delay_rates": {"alone": {"limit": "20/s", "key": "key", "concurrent": 2}}}
@@ -252,7 +257,7 @@ def test_a_limit_of_running_tasks_holds_although_a_worker_is_killed(fleet: Fleet
     assert overlaps(fleet, killed)["a"] <= 2
 
 
-@not_on_sqs
+@in_both_stores
 def test_several_limits_hold_although_a_worker_is_killed(fleet: Fleet) -> None:
     """Each tenant's limit, and the limit that all tenants share; each task runs."""
     limits = [rated("32/4s", "tenant"), rated("40/4s", burst=3) | {"name": "all"}]
@@ -271,7 +276,7 @@ def test_several_limits_hold_although_a_worker_is_killed(fleet: Fleet) -> None:
     assert {line.task for line in Delay(app).rates()} == {"call_api", "all"}
 
 
-@not_on_sqs
+@in_both_stores
 def test_tasks_of_different_names_share_a_rate_by_its_name(fleet: Fleet) -> None:
     """Their tasks wait in one queue, and a RetryAfter of one task stops the others."""
     shared = rated("40/4s") | {"name": "stripe"}
@@ -357,7 +362,7 @@ def test_one_worker_starts_the_tasks_of_a_rate_in_order(fleet: Fleet) -> None:
         assert len(late) <= 5
 
 
-@not_on_sqs
+@in_both_stores
 def test_tasks_behind_a_retry_after_are_shown_due_when_it_ends(fleet: Fleet) -> None:
     """Although their messages come back to the worker before."""
     rates = {"native_delay_rates": {"turned_away": "4/m"}}

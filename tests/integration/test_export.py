@@ -123,6 +123,7 @@ def test_the_management_api_imports_into_any_virtual_host(
     assert {"orders", Topology(settings).ready_exchange} <= names
 
 
+@on_one_version
 @pytest.mark.ci
 def test_the_export_has_everything_that_declare_makes(
     tmp_path: Path, rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str

@@ -39,7 +39,7 @@ from celery_native_delay.bulk import bulk
 from celery_native_delay.store.dispatcher import TransactionRelay
 from celery_native_delay.testing import PrivateRabbitMQ
 from pytest_celery_native_delay import installed
-from tests.brokers import in_ci
+from tests.brokers import in_ci, on_one_version
 from tests.mariadb import find_mariadb, private_mariadb
 from tests.postgresql import find_postgresql, private_postgresql
 from tests.traffic import beside
@@ -167,6 +167,7 @@ def taken(app: Celery) -> int:
         return delaying_channel(app, connection)[0].needed_store.census().taken
 
 
+@on_one_version
 @pytest.mark.rabbitmq
 def test_a_task_is_sent_if_and_only_if_its_transaction_commits(app: Celery, atomic: Any) -> None:
     with suppress(ZeroDivisionError), atomic():
@@ -188,6 +189,7 @@ def test_a_task_is_sent_if_and_only_if_its_transaction_commits(app: Celery, atom
     assert waiting(app) == ["order-4"]
 
 
+@on_one_version
 @pytest.mark.rabbitmq
 def test_every_way_to_send_joins_the_transaction(app: Celery, atomic: Any) -> None:
     """send_task, chains, groups, chords, bulk, keys and Celery's own delay_on_commit."""
@@ -223,6 +225,7 @@ def test_every_way_to_send_joins_the_transaction(app: Celery, atomic: Any) -> No
     assert sorted(waiting(app)) == ["debounced", "later"]
 
 
+@on_one_version
 @pytest.mark.rabbitmq
 def test_a_cancel_in_a_transaction_is_undone_with_it(app: Celery, atomic: Any) -> None:
     send(app, 1, countdown=HOUR_SECONDS)
@@ -236,6 +239,7 @@ def test_a_cancel_in_a_transaction_is_undone_with_it(app: Celery, atomic: Any) -
     assert waiting(app) == []
 
 
+@on_one_version
 @pytest.mark.rabbitmq
 def test_outside_the_transaction_a_task_is_sent_at_once(app: Celery, atomic: Any) -> None:
     with suppress(ZeroDivisionError), atomic():
@@ -248,6 +252,7 @@ def test_outside_the_transaction_a_task_is_sent_at_once(app: Celery, atomic: Any
     assert (sent(app), waiting(app)) == ([], ["order-2"])
 
 
+@on_one_version
 @pytest.mark.rabbitmq
 def test_a_send_leaves_the_users_connection_as_it_is(
     app: Celery, atomic: Any, migrated: Any
@@ -266,6 +271,7 @@ def test_a_send_leaves_the_users_connection_as_it_is(
         assert waiting(app) == ["order-1", "order-3"]
 
 
+@on_one_version
 @pytest.mark.rabbitmq
 def test_a_task_is_sent_with_a_transaction_that_the_user_began_by_hand(
     app: Celery, atomic: Any, migrated: Any
@@ -282,6 +288,7 @@ def test_a_task_is_sent_with_a_transaction_that_the_user_began_by_hand(
     assert (sent(app), taken(app), waiting(app)) == ([], 1, ["order-4"])
 
 
+@on_one_version
 @pytest.mark.rabbitmq
 def test_sqlalchemys_transaction_sends_tasks_too(
     app: Celery, database_url: str, migrated: Any
@@ -322,6 +329,7 @@ def test_sqlalchemys_transaction_sends_tasks_too(
     engine.dispose()
 
 
+@on_one_version
 @pytest.mark.rabbitmq
 def test_two_transactions_may_use_a_new_key_at_the_same_time(
     app: Celery, database_url: str, migrated: Any
@@ -361,6 +369,7 @@ def test_two_transactions_may_use_a_new_key_at_the_same_time(
     engine.dispose()
 
 
+@on_one_version
 @pytest.mark.rabbitmq
 def test_a_transaction_that_cannot_commit_is_refused_before_anything_is_sent(
     app: Celery, database_url: str, migrated: Any, tmp_path: Any
@@ -386,6 +395,7 @@ def test_a_transaction_that_cannot_commit_is_refused_before_anything_is_sent(
     other.dispose()
 
 
+@on_one_version
 @pytest.mark.rabbitmq
 def test_a_store_in_redis_joins_no_transaction(app: Celery, database_url: str) -> None:
     install(app, store="redis://127.0.0.1:1/0")
@@ -400,6 +410,7 @@ def test_a_store_in_redis_joins_no_transaction(app: Celery, database_url: str) -
     engine.dispose()
 
 
+@on_one_version
 @pytest.mark.rabbitmq
 def test_with_store_transactions_off_a_task_is_sent_at_once(app: Celery, atomic: Any) -> None:
     install(app, store_transactions=False, namespace="off")
@@ -409,6 +420,7 @@ def test_with_store_transactions_off_a_task_is_sent_at_once(app: Celery, atomic:
     assert sent(app) == ["order-1"]
 
 
+@on_one_version
 @pytest.mark.rabbitmq
 def test_a_database_without_the_tables_is_named_with_the_way_out(
     app: Celery, migrated: Any, tmp_path: Any
@@ -423,6 +435,7 @@ def test_a_database_without_the_tables_is_named_with_the_way_out(
     assert sent(app) == []
 
 
+@on_one_version
 @pytest.mark.ci
 @pytest.mark.rabbitmq
 def test_requests_go_on_while_the_broker_is_away_and_their_tasks_follow_in_order(
@@ -450,6 +463,7 @@ def test_requests_go_on_while_the_broker_is_away_and_their_tasks_follow_in_order
     assert came == [f"order-{number}" for number in range(1, 20)]
 
 
+@on_one_version
 @pytest.mark.rabbitmq
 def test_a_process_that_starts_while_the_broker_is_away_sends_and_looks(
     app: Celery, atomic: Any, vhost_url: str
