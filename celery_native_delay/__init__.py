@@ -37,6 +37,7 @@ from .errors import (
 from .rates.line import RateLine
 from .rates.rate import Rate
 from .rates.retry_after import RetryAfter
+from .records.holds import Hold
 from .records.waiting import Outcome, Query, Verdict, Waiting
 from .settings import DelaySettings
 from .transports.aliases import delay_headers, register_transports, transport_for
@@ -50,6 +51,7 @@ __all__ = (
     "DelaySettings",
     "DelayTooLong",
     "FanOutFailed",
+    "Hold",
     "InvalidDueTime",
     "InvalidFanOut",
     "InvalidQuery",

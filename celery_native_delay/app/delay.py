@@ -40,6 +40,7 @@ from ..records.waiting import (
 )
 from ..settings import DelaySettings
 from ..transports.aliases import delay_headers
+from .holds import HoldCalls
 from .installation import ask_broker, checked_app, installed
 from .keyed import KeyedCalls, KeyKind, revoke_result
 from .schedules import Schedules
@@ -60,8 +61,8 @@ _LEAST_LINES, _MOST_LINES = 500, 10_000
 _MOST_MOVED = 100_000
 
 
-class Delay(KeyedCalls):
-    """List, search, cancel and reschedule waiting tasks. Send debounced, throttled or unique tasks.
+class Delay(HoldCalls, KeyedCalls):
+    """List, search, hold, cancel and reschedule waiting tasks. Send debounced or unique tasks.
 
     The tasks are read from where they wait: the Redis broker, or ``native_delay_store``. Tasks that
     wait in RabbitMQ, SQS or pgmq cannot be listed; :meth:`cancel` is durable for them beside a
@@ -126,9 +127,11 @@ class Delay(KeyedCalls):
         return self._ask(lambda found: waiting.histogram(found, bars=bars))
 
     def next_due(self) -> datetime | None:
-        """Return the earliest due time of all waiting tasks, or None if no task is waiting."""
+        """Return the earliest due time of all waiting tasks; None if all of them are held."""
         span = self._ask(lambda found: found.span())
-        return None if span is None else datetime.fromtimestamp(span[0] / 1_000_000, UTC)
+        if span is None or span[0] >= waiting.HELD_FROM_US:
+            return None
+        return datetime.fromtimestamp(span[0] / 1_000_000, UTC)
 
     def rates(self, *, limit: int = 50) -> list[RateLine]:
         """Return a :class:`RateLine` for each rate limit and key, most waiting tasks first.
@@ -195,18 +198,32 @@ class Delay(KeyedCalls):
         rate = usual.for_key(key) if limit is None else replace(usual, limit=limit, overrides=None)
         return self._change_lines([Asked(name, key, rate)], sets=limit is not None)
 
-    def _change_lines(self, asked: Sequence[Asked], *, sets: bool | None = None) -> int:
+    def end_pause(self, name: str, key: str | None) -> int:
+        """End a pause of ``RetryAfter``, as :meth:`release` does; return the number of tasks."""
+        rate = _by_name(installed(self._app).settings()).get(name)
+        if rate is None:
+            raise SettingsError(f"expected the name of a rate of this app, got {name!r}")
+        return self._change_lines([Asked(name, key, rate.for_key(key))], change=Line.without_pause)
+
+    def _change_lines(
+        self,
+        asked: Sequence[Asked],
+        *,
+        sets: bool | None = None,
+        change: Callable[[Line, Rate, int], Line] = lambda line, *_: line,
+    ) -> int:
         """Change rate limits of keys; return the number of tasks that got an earlier due time."""
 
-        def change(channel: Any, settings: DelaySettings) -> list[tuple[Line, Rate]]:
+        def decide(line: Line, rate: Rate, now_us: int) -> tuple[Line, tuple[Line, Rate]]:
+            line = change(line, rate, now_us)
+            return line, (line, rate)
+
+        def changed_lines(channel: Any, settings: DelaySettings) -> list[tuple[Line, Rate]]:
             with closing(channel.lines(settings)) as lines:
-                return [
-                    lines.change(each, lambda line, rate, _: (line, (line, rate)), sets=sets)
-                    for each in asked
-                ]
+                return [lines.change(each, decide, sets=sets) for each in asked]
 
         slots, changed = {}, set()
-        for each, (line, rate) in zip(asked, ask_broker(self._app, change), strict=True):
+        for each, (line, rate) in zip(asked, ask_broker(self._app, changed_lines), strict=True):
             if sets is not None or not line.is_set:  # a deployment does not change set rates
                 slots[each.line] = partial(line.slot_us, rate)
                 changed.add(each.name)

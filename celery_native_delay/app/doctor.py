@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from difflib import get_close_matches
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -22,10 +22,12 @@ from ..errors import (
     described,
 )
 from ..finding import ADVICE, UNCHECKED, WRONG, Finding
+from ..now import time_ns
 from ..schedules.state import EXPIRED, MISSED
 from ..settings import DRAIN, DelaySettings
 from ..transports.interface import lines_of
 from .broker import unconnected
+from .delay import Delay
 from .installation import admin_part, bounded_connection, installed
 from .schedules import Scheduled, Schedules
 
@@ -37,6 +39,9 @@ _OVERDUE_SECONDS = 60
 
 #: Seconds since the last check of the schedule entries, if no worker runs.
 _UNSEEN_SECONDS = 120
+
+#: A hold or drop that is older has perhaps been forgotten.
+_FORGOTTEN_SECONDS = 86_400
 
 _WAYS_OUT: tuple[tuple[type[Exception], str], ...] = (
     (SettingsError, "correct the setting, in workers and producers alike"),
@@ -82,6 +87,7 @@ def examine(app: Any) -> list[Finding]:
         *_of_rated_names(app, settings),
         *_of_schedules(app, settings),
         *_of_telemetry(settings),
+        *_of_holds(app),
     ]
     return list(dict.fromkeys(found))
 
@@ -148,6 +154,20 @@ def _of_lines(connection: Any, settings: DelaySettings) -> Iterator[Finding]:
         yield Finding.of_sentence("rates", WRONG, f"no worker starts with these rates: {exc}")
     except NativeDelayError as exc:
         yield Finding("rates", WRONG, f"no rate-limited task starts: {exc}", _START_THEM)
+
+
+def _of_holds(app: Any) -> Iterator[Finding]:
+    with suppress(NativeDelayError, OperationalError):  # the other checks say so
+        for hold in Delay(app).holds():
+            seconds = time_ns() / 1e9 - (hold.since_us or 0) / 1e6
+            if hold.stops and seconds > _FORGOTTEN_SECONDS:
+                kept = f"{hold.mode} of {hold.name} by {hold.by} is {duration(seconds)} old"
+            elif hold.mode in ("release", "ended"):
+                kept = f"a release of {hold.name} has not ended"
+            else:
+                continue
+            way_out = "end it: `celery -A PROJ delay release` (see `delay holds`)"
+            yield Finding("holds", ADVICE, f"{kept}, {hold.held} task(s) wait", way_out)
 
 
 def _of_rated_names(app: Any, settings: DelaySettings) -> Iterator[Finding]:

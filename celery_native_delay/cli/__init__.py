@@ -3,6 +3,7 @@
 from . import (  # noqa: F401  each registers its commands
     broker,
     export,
+    holds,
     migrate,
     monitoring,
     plan,

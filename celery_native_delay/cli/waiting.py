@@ -315,7 +315,7 @@ def _table(ctx: click.Context, tasks: Sequence[Waiting]) -> str:
     rows = [
         (
             local(ctx, task.due),
-            _until(task, now),
+            f"held by {task.held.by}" if task.held else _until(task, now),
             task.name,
             task.id,
             task.queue or f"exchange {task.exchange}",

@@ -68,6 +68,10 @@ class DelayCollector(Collector):
         yield _levels(None if reading is None else reading.backlog)
         yield from _lines(None if reading is None else reading.lines, self._rated)
         yield from _schedules((reading and reading.entries) or ())
+        held = _gauge("held", "Tasks that a hold keeps waiting; 0 for a drop.", "hold", "mode")
+        for hold in () if reading is None else reading.holds:
+            held.add_metric([hold.name, hold.mode], hold.held)
+        yield held
         yield from self._counted()
 
     def _counted(self) -> Iterator[Metric]:

@@ -12,10 +12,12 @@ from celery import Celery
 from celery.utils.log import get_logger
 
 from ..app.broker import opened
+from ..app.delay import Delay
 from ..app.installation import TIMEOUT_SECONDS, admin_part, bounded_connection, delaying_channel
 from ..app.schedules import Scheduled, Schedules
 from ..errors import NativeDelayError, described
 from ..rates.line import RateLine
+from ..records.holds import Hold
 from ..transports.interface import Backlog
 
 logger = get_logger(__name__)
@@ -40,6 +42,7 @@ class Reading:
     first_due: float | None = None
     lines: tuple[RateLine, ...] | None = None
     entries: tuple[Scheduled, ...] | None = None
+    holds: tuple[Hold, ...] = ()
 
 
 class Poll(Thread):
@@ -77,6 +80,7 @@ class Poll(Thread):
             connection = self._opened()
             backlog = admin_part(self._app, connection).backlog()
             lines, entries = self._lines(connection), self._entries(connection)
+            holds = self._holds()
         except Exception as exc:  # no error of the broker may end the thread
             self._disconnect()
             if not self._warned:
@@ -90,7 +94,7 @@ class Poll(Thread):
             logger.info("native delay: counts the waiting messages again")
         first_us = backlog.until_first_us
         first_due = None if first_us is None else time() + first_us / 1_000_000
-        return Reading(backlog, monotonic(), monotonic() - begin, first_due, lines, entries)
+        return Reading(backlog, monotonic(), monotonic() - begin, first_due, lines, entries, holds)
 
     def _opened(self) -> Any:
         if self._connection is None:
@@ -112,6 +116,11 @@ class Poll(Thread):
         with suppress(NativeDelayError):
             return tuple(Schedules(self._app, connection))
         return None
+
+    def _holds(self) -> tuple[Hold, ...]:
+        with suppress(NativeDelayError):
+            return tuple(hold for hold in Delay(self._app).holds() if hold.mode != "RetryAfter")
+        return ()
 
     def _disconnect(self) -> None:
         connection, self._connection = self._connection, None

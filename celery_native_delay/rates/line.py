@@ -201,6 +201,11 @@ class Line(NamedTuple):
         start_at = max(self.start_at, held_until + rate.ahead_us)
         return self._replace(front=place, start_at=start_at, held_until=held_until), place
 
+    def without_pause(self, rate: Rate, now_us: int) -> Self:
+        """End a pause after ``RetryAfter``. The starts before it still count."""
+        start_at = min(self.start_at, now_us + rate.ahead_us)
+        return self._replace(start_at=start_at, held_until=0)
+
     def changed(self, old: Rate, new: Rate, now_us: int) -> Self:
         """Return the line's state after a change of the rate. Waiting tasks keep their order.
 

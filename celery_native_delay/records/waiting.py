@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from enum import Enum
 from tempfile import TemporaryFile
-from typing import Any, TypeAlias, overload
+from typing import Any, NamedTuple, TypeAlias, overload
 
 from .search import Word, is_itself_in_json, parse
 
@@ -18,6 +19,33 @@ PLACE = "native_delay_place"
 
 #: The header with the name of the Spark run that has sent the task.
 RUN = "native_delay_run"
+
+#: The header of a task that a hold keeps waiting, as :class:`Held` writes it.
+HELD = "native_delay_held"
+
+#: Due times from here on, in microseconds since the epoch (the year 2100), are those of held tasks.
+HELD_FROM_US = 4_102_444_800_000_000
+
+
+class Held(NamedTuple):
+    """Tells which hold keeps a task waiting, by whom, and the task's due time before."""
+
+    hold: str
+    by: str
+    due_us: int
+
+    @classmethod
+    def of(cls, header: object) -> Held | None:
+        """Parse the header; None without one, or if it is malformed."""
+        try:
+            hold, by, due_us = json.loads(header)  # type: ignore[arg-type]
+            return cls(str(hold), str(by), int(due_us))
+        except (TypeError, ValueError):
+            return None
+
+    @property
+    def header(self) -> str:
+        return json.dumps(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +61,7 @@ class Waiting:
     - *key* and *kind*: for example "user:7" and "debounce"; both "" for a task without a key.
     - *place*: the header ``native_delay_place`` of a waiting rate-limited task, or "".
     - *run*: the name of the Spark run that has sent the task, or "".
+    - *held*: the hold of a held task, who held it, and the due time before; None if not held.
     """
 
     id: str
@@ -51,6 +80,7 @@ class Waiting:
     kind: str = ""
     place: str = ""
     run: str = ""
+    held: Held | None = None
 
     @classmethod
     def of(
@@ -85,12 +115,14 @@ class Waiting:
             kind,
             str(headers.get(PLACE) or ""),
             str(headers.get(RUN) or ""),
+            Held.of(headers.get(HELD)),
         )
 
     @property
     def due(self) -> datetime:
-        """The due time as a datetime in UTC, with time zone."""
-        return datetime.fromtimestamp(self.due_us / 1_000_000, UTC)
+        """The due time as a datetime in UTC, with time zone. If held, that before the hold."""
+        due_us = self.due_us if self.held is None else self.held.due_us
+        return datetime.fromtimestamp(due_us / 1_000_000, UTC)
 
     def as_json(self) -> dict[str, Any]:
         """Return the task as a dict, for the option ``--json`` and for Flower's REST API."""
@@ -109,6 +141,7 @@ class Waiting:
             "root_id": self.root_id,
             "run": self.run,
             "delivery_id": self.delivery_id,
+            "held": f"{self.held.hold}, by {self.held.by}" if self.held else "",
         }
 
 
@@ -130,6 +163,7 @@ class Query:
     - *name*, *queue* and *run*: the exact name, queue and Spark run of the task.
     - *from_us*: the earliest due time in microseconds since the epoch.
     - *until_us*: a time in microseconds since the epoch; the task is due before this time.
+    - *hold*: the name of the hold that keeps the task waiting.
     """
 
     words: tuple[Word, ...] = ()
@@ -138,6 +172,7 @@ class Query:
     from_us: int | None = None
     until_us: int | None = None
     run: str | None = None
+    hold: str | None = None
 
     @classmethod
     def parse(cls, text: str) -> Query:
@@ -155,7 +190,7 @@ class Query:
     @property
     def is_by_time_only(self) -> bool:
         """True if this search has no condition except the due time."""
-        return not (self.words or self.name or self.queue or self.run)
+        return not (self.words or self.name or self.queue or self.run or self.hold)
 
     @property
     def needle(self) -> str:
@@ -175,6 +210,7 @@ class Query:
             and (self.run is None or task.run == self.run)
             and (self.from_us is None or task.due_us >= self.from_us)
             and (self.until_us is None or task.due_us < self.until_us)
+            and (self.hold is None or (task.held is not None and task.held.hold == self.hold))
             and all(word.matches(task) for word in self.words)
         )
 
@@ -461,8 +497,12 @@ IDS_AT_ONCE = 1000
 def histogram(tasks: WaitingTasks, *, bars: int = 40) -> list[Bar]:
     """Return a histogram of due times, with at most *bars* bars; empty if no task is waiting."""
     span = tasks.span()
-    if span is None:
+    due = Query(until_us=HELD_FROM_US)
+    number = tasks.count(due) if span and span[1] >= HELD_FROM_US else 1
+    if span is None or not number:
         return []
+    if span[1] >= HELD_FROM_US:  # the bars show when tasks are due, and held ones are not
+        span = span[0], tasks.page(due, offset=number - 1, limit=1).tasks[-1].due_us
     found = edges(*span, bars=bars)
     counts = tasks.counts(found)
     return [Bar(*bar) for bar in zip(found, found[1:], counts, strict=False)]

@@ -17,7 +17,7 @@ from ..due_time import eta_of, milliseconds_up
 from ..errors import CannotDelay
 from ..keyed.record import key_and_kind
 from ..message import HEADER, Delayed, cancel, due_ms_of
-from ..records.waiting import Edit, Waiting, number_of
+from ..records.waiting import HELD, Edit, Waiting, number_of
 from ..texts import digest_of, storable
 
 VERSION = 1
@@ -119,8 +119,10 @@ class StoreEntry:
         )
 
     def due_at(self, due_us: int) -> StoreEntry:
-        """Return the entry with another due time, which is also its ETA."""
+        """Return the entry with another due time, which is also its ETA: no hold delays it."""
         headers = {**self.headers, "eta": eta_of(due_us)}
+        if due_us != self.due_us:
+            headers.pop(HELD, None)
         properties = {**self.properties, "application_headers": headers}
         return replace(self, due_us=due_us, properties=properties)
 

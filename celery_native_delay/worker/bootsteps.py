@@ -23,6 +23,7 @@ from ..settings import DelaySettings
 from ..transports.interface import Promoter, Wait, WorkerPart, lines_of
 from .attendant import Attendant
 from .gates import Revoked, gates
+from .holding import Holding
 from .in_time import in_time
 from .once import Once, check_claims, claims, let_claim
 from .rating import Rated
@@ -107,10 +108,12 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         elif settings.schedules:
             self._scheduling = self.scheduling_class(c.app, c.timer)
         once = Once(c.app, settings)
+        self._holding = Holding((lambda _: ()) if self._rated is None else self._rated.keys_of)
         passed = gates(
             settings,
             revoked=self._revoked,
             scheduling=self._scheduling,
+            holding=self._holding,
             rated=self._rated,
             once=once,
             unique=Unique(c.app),
@@ -119,7 +122,9 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         def has_gates(task: str) -> bool:
             return self._rated is not None or once.concerns(task)
 
-        c.strategies = GatedStrategies(c, passed, self._put_back, self._tallying, has_gates)
+        c.strategies = GatedStrategies(
+            c, passed, self._put_back, self._tallying, has_gates, self._holding.concerns
+        )
         if settings.telemetry is not None:
             self._telemetry = Telemetry(installation, c, settings.telemetry)
             self._telemetry.connect()
@@ -155,6 +160,8 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
             with suppress(NoStore):
                 self._revoked.runs = channel.records(settings)
             prepared = part.prepare(where)
+            with suppress(NoStore):
+                self._holding.begin(schedule_records(channel, settings), c.timer)
         except (NativeDelayError, *c.connection.channel_errors) as exc:
             logger.critical(
                 "native delay is OFF in this worker, only immediate tasks run: %s (%s)",
@@ -197,7 +204,7 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         self._tallying.stop()
 
     def shutdown(self, c: Any) -> None:
-        for part in (self._scheduling, self._waker, self._rated):
+        for part in (self._scheduling, self._holding, self._waker, self._rated):
             if part is not None:
                 part.close()
         self._tallying.shutdown()

@@ -33,6 +33,7 @@ def gates(
     *,
     revoked: Gate | None = None,
     scheduling: Gate | None = None,
+    holding: Gate | None = None,
     rated: Gate | None = None,
     once: Gate | None = None,
     unique: Gate | None = None,
@@ -46,6 +47,8 @@ def gates(
         scheduling,
         cancelled,
         expired,
+        # Before the gates that count a start, or lock a key.
+        holding,
         rated,
         once,
         # Last: it locks the task's key, and then the task must not wait.

@@ -108,18 +108,25 @@ class Rated:
     # --- the order of a line -----------------------------------------------------------------
 
     def _task_of(self, arrival: Arrival, rates: Sequence[Rate]) -> _InLine:
-        signature, message = self._signatures.get(arrival.name), arrival.message
-        call = partial(_arguments, arrival)
+        message = arrival.message
         places = places_in(message.headers.get(PLACE))
-        limits = []
-        for rate in rates:
-            limit = limit_of_call(arrival.name, arrival.id, rate, signature, call, arrival.fields)
-            limits.append(limit._replace(place=places.get(limit.line)))
+        limits = [
+            limit._replace(place=places.get(limit.line)) for limit in self._limits(arrival, rates)
+        ]
         first = next((limit for limit in limits if limit.place is not None), limits[0])
         entry = _InLine(message.delivery_tag, limits, first)
         if entry.limit.place is not None:
             self._enter(entry)
         return entry
+
+    def keys_of(self, arrival: Arrival) -> set[str | None]:
+        """Return the keys of a task's rate limits."""
+        return {limit.key for limit in self._limits(arrival, self._rates.get(arrival.name, ()))}
+
+    def _limits(self, arrival: Arrival, rates: Sequence[Rate]) -> list[Asked]:
+        signature, call = self._signatures.get(arrival.name), partial(_arguments, arrival)
+        name, task_id, headers = arrival.name, arrival.id, arrival.fields
+        return [limit_of_call(name, task_id, rate, signature, call, headers) for rate in rates]
 
     def _enter(self, entry: _InLine) -> None:
         self._by_tag[entry.tag] = entry

@@ -116,14 +116,16 @@ class GatedStrategies(dict[str, Any]):
         put_back: Callable[[Wait, Callable[[], Any], Callable[[], Any]], bool],
         tallying: Tallying,
         has_gates: Callable[[str], bool] = lambda _: True,
+        is_held: Callable[[str], bool] = lambda _: False,
     ) -> None:
-        """*has_gates* tells if some gate asks about each task of a name."""
+        """*has_gates* tells if some gate asks about each task of a name; *is_held*, if now."""
         super().__init__()
         self._consumer = consumer
         self._gates = gates
         self._put_back = put_back
         self.tallying = tallying
         self._has_gates = has_gates
+        self._is_held = is_held
         self.wake: Callable[[], Any] = lambda: None
 
     def __setitem__(self, name: str, strategy: Callable[..., Any]) -> None:
@@ -133,7 +135,7 @@ class GatedStrategies(dict[str, Any]):
             message: Any, payload: Any, ack: Any, reject: Any, callbacks: Any, **kwargs: Any
         ) -> None:
             fields = payload if isinstance(payload, dict) else message.headers
-            if not has_gates and _is_unmarked(message, fields):
+            if not has_gates and _is_unmarked(message, fields) and not self._is_held(name):
                 strategy(message, payload, ack, reject, callbacks, **kwargs)
                 return
             arrival = Arrival(message, fields, self._consumer, time_ns() // 1000)

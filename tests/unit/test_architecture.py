@@ -118,6 +118,7 @@ NEVER_IN_A_TASK = (
     "transports/sqs/relay.py",
     "worker/attendant.py",
     "worker/bootsteps.py",
+    "worker/holding.py",
     "worker/once.py",
     "worker/rating.py",
     "worker/gates.py",

@@ -13,7 +13,7 @@ from ...due_time import eta_of, milliseconds_up
 from ...errors import CannotDelay
 from ...keyed.record import key_and_kind
 from ...message import CANCELLED, HEADER
-from ...records.waiting import DueTime, Edit, Outcome, Waiting
+from ...records.waiting import HELD, DueTime, Edit, Outcome, Waiting
 from ...store.entry import NO_TASK
 from ...store.redis_tasks import RedisTasks
 from ..virtual.from_store import entry_of as entry_of_message
@@ -58,6 +58,8 @@ class RedisWaitingTasks(RedisTasks):
                 destination = self._destination(edited.queue, message)
         headers = dict(message.get("headers") or {})
         if "task" in headers:
+            if (headers.get(HEADER) or {}).get("due") != milliseconds_up(due_us):
+                headers.pop(HELD, None)
             moved = {**message, "headers": {**headers, "eta": eta_of(due_us)}}
             new = wrapped(moved, due_ms=milliseconds_up(due_us), cancelled=cancelled)
             return entry_of(destination, encoded(new))

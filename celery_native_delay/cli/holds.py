@@ -1,0 +1,107 @@
+"""The commands ``delay hold``, ``drop``, ``release`` and ``holds``."""
+
+from __future__ import annotations
+
+import sys
+from datetime import UTC, datetime
+from typing import Any
+
+import click
+
+from .group import (
+    Duration,
+    as_json_option,
+    command,
+    confirm,
+    delay_of,
+    local,
+    print_json,
+    printable,
+    say,
+    table,
+    yes_option,
+)
+
+_HEADINGS = ("name", "mode", "by", "since", "until", "held")
+
+_task = click.argument("task", metavar="TASK")
+_key = click.option("--key", help="Only tasks with this key of a rate, debounce or unique.")
+_search = click.option("-s", "--search", default="", help="Only tasks that match, as in `ls`.")
+
+
+@command(name="hold")
+@_task
+@_key
+@_search
+@click.option("--for", "seconds", type=Duration(), help="Such as 2h. Without it, until `release`.")
+@as_json_option
+def hold(ctx: click.Context, as_json: bool, **chosen: Any) -> None:
+    """Start no more tasks named TASK, such as shop.call_api or shop.*, until `release`.
+
+    Workers follow within 5 seconds. Held tasks wait in the store. Tasks that run go on.
+    """
+    made = delay_of(ctx).hold(**chosen)
+    say(as_json, made.as_json(), printable(f"{made.name} held: `delay release` ends it"))
+
+
+@command(name="drop")
+@_task
+@_key
+@_search
+@yes_option
+@as_json_option
+def drop(ctx: click.Context, as_json: bool, force: bool, **chosen: Any) -> None:
+    """Revoke tasks named TASK, such as shop.*, instead of starting them, until `release`.
+
+    Workers follow within 5 seconds. Held tasks with the same TASK, --key and --search go, too.
+    """
+    if not force:
+        confirm(f"Throw away every task {printable(chosen['task'])} from now on?")
+    made = delay_of(ctx).drop(**chosen)
+    say(as_json, made.as_json(), printable(f"{made.name} dropped: `delay release` ends it"))
+
+
+@command(name="release")
+@_task
+@_key
+@_search
+@click.option("--rate", help='Let go so many tasks, such as "50/s". Without it, all at once.')
+@as_json_option
+def release(ctx: click.Context, as_json: bool, **chosen: Any) -> None:
+    """End a hold, a drop or a pause of RetryAfter. Held tasks run, oldest first.
+
+    Give TASK, --key and --search as `holds` shows them. If this command dies, run it again.
+    """
+    bar = click.progressbar(length=0, label="releasing", show_pos=True, file=sys.stderr)
+
+    def progress(done: int, in_all: int) -> None:
+        bar.length = max(bar.pos + done, in_all)
+        bar.update(done)
+
+    with bar:
+        released = delay_of(ctx).release(**chosen, progress=progress)
+    say(as_json, {"released": released}, f"{released:,} task(s) released")
+
+
+@command(name="holds")
+@as_json_option
+def holds(ctx: click.Context, as_json: bool) -> None:
+    """Show what is held or dropped: by whom, since when, until when, and how many tasks wait.
+
+    "ended" are tasks that a dead `release` has left: release them again.
+    """
+    found = delay_of(ctx).holds()
+
+    def time_of(moment_us: int | None) -> str | None:
+        if moment_us is None:
+            return None
+        return local(ctx, datetime.fromtimestamp(moment_us / 1_000_000, UTC))
+
+    if as_json:
+        print_json([each.as_json() for each in found])
+        return
+    rows = [
+        (each.name, each.mode, each.by, time_of(each.since_us), time_of(each.until_us), each.held)
+        for each in found
+    ]
+    click.echo(table(_HEADINGS, rows) if rows else "nothing is held")

@@ -1,0 +1,191 @@
+"""Holding, dropping and releasing tasks while real workers run."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from celery_native_delay import Delay, InvalidQuery, StoreUnavailable
+from celery_native_delay.records.holds import Hold
+from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis, private_redis, vhost_name
+from tests.acceptance.worker import Fleet, Worker, fleet_on
+from tests.brokers import SYSTEM_RABBITMQ
+from tests.postgresql import PrivatePostgreSQL, private_postgresql
+from tests.waiting import wait_until
+
+
+@dataclass
+class Held:
+    """A fleet, and the server in which its held tasks wait."""
+
+    fleet: Fleet
+    server: PrivateRedis | PrivatePostgreSQL
+
+    @property
+    def delay(self) -> Delay:
+        return Delay(self.fleet.app())
+
+    def taken_up(self, task: str, *args: Any) -> None:
+        """Send tasks until the workers hold one: they have read the hold."""
+        wait_until(lambda: self.waits(self.send(task, *args)))
+
+    def send(self, task: str, *args: Any, **options: Any) -> str:
+        return str(self.fleet.app().send_task(task, args, **options).id)
+
+    def waits(self, task_id: str) -> bool:
+        """Return True if a task is held, False if it ran."""
+
+        def known() -> bool | None:
+            held = any(task.held for task in self.delay.show(task_id))
+            ran = bool(self.fleet.record.runs(task_id=task_id))
+            return True if held else (False if ran else None)
+
+        return bool(wait_until(lambda: known() is not None) and known())
+
+    @contextmanager
+    def hung(self) -> Iterator[None]:
+        """Stop the server's processes (SIGSTOP)."""
+        server = self.server
+        pids = server.processes() if isinstance(server, PrivatePostgreSQL) else [server.pid]
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)  # type: ignore[arg-type]
+        try:
+            yield
+        finally:
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)  # type: ignore[arg-type]
+
+    def restart(self) -> None:
+        server = self.server
+        if isinstance(server, PrivatePostgreSQL):
+            server.stop()
+        else:
+            server.kill()
+        server.start()
+
+
+@pytest.fixture(
+    params=[
+        "redis",
+        "rabbitmq-redis",
+        pytest.param("rabbitmq-postgresql", marks=pytest.mark.ci),
+    ]
+)
+def held(
+    request: pytest.FixtureRequest,
+    running_rabbitmq: Callable[..., PrivateRabbitMQ],
+    tmp_path: Path,
+) -> Iterator[Held]:
+    broker, _, store = request.param.partition("-")
+    private: Any = private_postgresql if store == "postgresql" else private_redis
+    with private() as server:
+        url = server.new_database() if isinstance(server, PrivatePostgreSQL) else server.url
+        if broker == "redis":
+            with fleet_on(url, tmp_path) as fleet:
+                yield Held(fleet, server)
+            return
+        rabbitmq = running_rabbitmq(SYSTEM_RABBITMQ)
+        vhost = rabbitmq.new_vhost()
+        with fleet_on(vhost, tmp_path, native_delay_store=url) as fleet:
+            yield Held(fleet, server)
+        rabbitmq.delete_vhost(vhost_name(vhost))
+
+
+def test_what_is_held_stays_held_until_its_release_and_others_run(held: Held) -> None:
+    """Workers are killed, the store restarts and hangs, a deployment comes in between."""
+    record = held.fleet.record
+    worker = held.fleet.worker()
+    hold = held.delay.hold("not*", by="ada@web1")
+    held.taken_up("note")
+    sent = [held.send("note", number) for number in range(20)]
+    sent += [held.send("note", 20 + number, countdown=1 + number / 10) for number in range(5)]
+    other = held.send("careful")
+    record.wait_for(task_id=other)
+    for task_id in sent:
+        assert held.waits(task_id)
+    worker.kill()
+    held.restart()
+    worker = held.fleet.worker()
+    (seen,) = wait_until(partial(_answer, held.delay.holds))
+    assert (seen.name, seen.mode, seen.by) == ("not*", "hold", "ada@web1")
+    assert seen.held >= len(sent)
+    sent.append(held.send("note", 25))
+    assert held.waits(sent[-1])
+    if isinstance(held.server, PrivatePostgreSQL):
+        _hangs(held, sent)
+    (task,) = held.delay.show(sent[-1])
+    assert task.held is not None
+    assert task.held.by == "ada@web1"
+    assert not {run.id for run in record.runs()} & set(sent)
+
+    told: list[tuple[int, int]] = []
+    number = held.delay.release(hold.task, rate="20/s", progress=lambda *now: told.append(now))
+    assert number >= len(sent)
+    assert sum(done for done, _ in told) == number
+    runs = record.wait_for_ids(sent)
+    assert all(len(runs[task_id]) == 1 for task_id in sent)
+    at = [runs[task_id][0].started for task_id in sent]
+    assert at[-1] - at[0] >= (len(sent) - 1) / 20 - 0.5, "no stampede"
+    assert held.delay.holds() == []
+    again = held.send("note", 99)
+    record.wait_for(task_id=again)
+    with pytest.raises(InvalidQuery, match=r"got 'not\*'"):
+        held.delay.release("not*")
+    worker.stop()
+
+
+def _hangs(held: Held, sent: list[str]) -> None:
+    """While the store hangs, other tasks run, and held ones do not."""
+    with held.hung():
+        sent.append(held.send("note", 26))
+        others = [held.send("careful", number) for number in range(20)]
+        held.fleet.record.wait_for_ids(others)
+    assert held.waits(sent[-1])
+
+
+def test_dropped_tasks_are_revoked_and_held_ones_too(held: Held) -> None:
+    with_results = {"result_backend": "rpc://"} if "amqp" in held.fleet.broker_url else {}
+    held.fleet.conf |= with_results
+    worker: Worker = held.fleet.worker(more=("-E",))
+    held.delay.hold("note")
+    held.taken_up("note")
+    first = held.send("note", "held first")
+    assert held.waits(first)
+    drop: Hold = held.delay.drop("note")
+    assert drop.mode == "drop"
+    worker.wait_for_log("Discarding revoked task", first)
+    second = held.send("note", "dropped")
+    worker.wait_for_log("Discarding revoked task", second)
+    assert [hold.mode for hold in held.delay.holds()] == ["drop"]
+    held.delay.release("note")
+    third = held.send("note", "runs")
+    held.fleet.record.wait_for(task_id=third)
+    assert not held.fleet.record.runs(task_id=first) + held.fleet.record.runs(task_id=second)
+
+
+def test_a_hold_with_an_end_ends_by_itself(held: Held) -> None:
+    held.fleet.worker()
+    held.delay.hold("note", search="args:acme", seconds=12)
+    free = held.send("note", "gold")
+    held.fleet.record.wait_for(task_id=free)
+    held.taken_up("note", "acme")
+    (hold,) = held.delay.holds()
+    assert hold.held >= 1
+    assert hold.until_us is not None
+    last = held.send("note", "acme")
+    (run,) = held.fleet.record.wait_for(task_id=last)
+    assert run.started >= hold.until_us / 1e6 - 1.5
+    assert held.delay.holds() == []
+
+
+def _answer(call: Callable[[], Any]) -> Any:
+    with suppress(StoreUnavailable, OSError):
+        return call()

@@ -1,0 +1,157 @@
+"""Holds: where held tasks wait, and what the gate decides."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from celery_native_delay.errors import InvalidQuery, TopologyMismatch
+from celery_native_delay.message import Delayed
+from celery_native_delay.records.holds import (
+    EDGES_US,
+    MOST_HOLDS,
+    RECORD,
+    Hold,
+    decoded,
+    encoded,
+    free_place,
+)
+from celery_native_delay.records.interface import RecordName
+from celery_native_delay.records.waiting import HELD, Held
+from celery_native_delay.worker.arrival import AWAY_US, Announce, Arrival, WaitUntil
+from celery_native_delay.worker.holding import Holding
+
+NOW_US = 1_795_176_000_000_000
+HOUR_US = 3_600_000_000
+HOLD = Hold("shop.*", by="ada@web1", since_us=NOW_US - HOUR_US, place=3)
+
+
+def test_held_tasks_keep_their_order_in_a_range_of_their_own() -> None:
+    was_us = [0, NOW_US - 2 * HOUR_US, NOW_US, NOW_US + 1, NOW_US + 1000 * HOUR_US]
+    due_us = [HOLD.due_us(each) for each in was_us]
+    assert due_us == sorted(set(due_us))
+    assert EDGES_US[3] <= due_us[0] < due_us[-1] < EDGES_US[4]
+
+
+def test_a_hold_with_an_end_lets_its_tasks_go_at_the_end_in_order() -> None:
+    hold = Hold("shop.*", since_us=NOW_US - HOUR_US, until_us=NOW_US + HOUR_US)
+    assert hold.due_us(0) == NOW_US + HOUR_US
+    assert hold.due_us(NOW_US) < hold.due_us(NOW_US + 1000) < NOW_US + 1.01 * HOUR_US
+    assert hold.range_us[0] < hold.due_us(0) <= hold.due_us(NOW_US + HOUR_US) < hold.range_us[1]
+    assert hold.concerns("shop.pay", NOW_US)
+    assert not hold.concerns("shop.pay", NOW_US + HOUR_US)
+
+
+def test_a_hold_does_not_take_a_place_in_which_tasks_still_wait() -> None:
+    counts = [0, 7, *[0] * (2 * MOST_HOLDS - 2)]
+    assert free_place([Hold("a", place=0)], counts) == 2
+    with pytest.raises(InvalidQuery, match="at most 40 holds"):
+        free_place([Hold(str(place), place=place) for place in range(MOST_HOLDS)], counts)
+
+
+def test_holds_survive_their_text_and_a_later_version_is_refused() -> None:
+    hold = Hold("a", "acme", "args:x", "drop", "ada", 1, None, 0, 4, 5)
+    assert decoded(encoded([hold])) == [hold]
+    assert encoded([]) is None
+    assert decoded(None) == []
+    with pytest.raises(TopologyMismatch, match="version 1, got 2"):
+        decoded("2\n[]")
+
+
+class State:
+    def __init__(self, *holds: Hold) -> None:
+        self.holds = holds
+        self.away = False
+
+    def load(self, names: list[RecordName]) -> list[str | None]:
+        assert names == [RECORD]
+        if self.away:
+            raise OSError("it is down")
+        return [encoded(self.holds)]
+
+
+def gate(*holds: Hold, keys: tuple[str, ...] = ()) -> tuple[Holding, State]:
+    state, made = State(*holds), Holding(lambda arrival: keys)
+    timer = SimpleNamespace(call_repeatedly=lambda *_: None)
+    made.begin(state, timer)  # type: ignore[arg-type]
+    return made, state
+
+
+def arrival(name: str = "shop.pay", delayed: Delayed | None = None, **headers: Any) -> Arrival:
+    headers = {"id": "1", "task": name, "argsrepr": "('acme',)", **headers}
+    message = SimpleNamespace(
+        headers=headers, native_delay=delayed, properties={}, delivery_info={}, consumed_from="q"
+    )
+    return Arrival(message, headers, None, NOW_US)
+
+
+def test_a_held_task_waits_in_the_store_and_says_who_holds_it() -> None:
+    hold, _ = gate(HOLD)
+    ruling = hold(arrival())
+    assert isinstance(ruling, WaitUntil)
+    assert ruling.due_us == HOLD.due_us(NOW_US)
+    assert json.loads(ruling.headers[HELD]) == ["shop.*", "ada@web1", NOW_US]
+    assert ruling.otherwise is not None, "it must not run if the store refuses it"
+    assert hold(arrival("other")) is None
+
+
+def test_a_task_that_is_held_again_keeps_its_place_in_the_order() -> None:
+    hold, _ = gate(HOLD)
+    header = Held("shop.*", "bob", NOW_US - HOUR_US).header
+    ruling = hold(arrival(**{HELD: header}))
+    assert isinstance(ruling, WaitUntil)
+    assert ruling.due_us == HOLD.due_us(NOW_US - HOUR_US)
+    free = arrival("other", **{HELD: header})
+    assert hold(free) is None
+    assert HELD not in free.message.headers, "a retry would inherit it"
+
+
+@pytest.mark.parametrize(
+    ("hold", "keys", "stops"),
+    [
+        (Hold("shop.*", "acme"), ("acme",), True),
+        (Hold("shop.*", "acme"), ("gold",), False),
+        (Hold("shop.*", "acme"), (), False),
+        (Hold("shop.pay", search="args:acme"), (), True),
+        (Hold("shop.pay", search="args:gold"), (), False),
+        (Hold("shop.pay", mode="release"), (), False),
+        (Hold("shop.pay", until_us=1), (), False),
+    ],
+)
+def test_a_hold_stops_only_the_tasks_that_fit(
+    hold: Hold, keys: tuple[str, ...], stops: bool
+) -> None:
+    held, _ = gate(hold, keys=keys)
+    assert isinstance(held(arrival()), WaitUntil) is stops
+
+
+def test_a_dropped_task_is_announced_as_revoked_and_a_revoked_one_is_not_held() -> None:
+    drop, _ = gate(Hold("shop.*", mode="drop"))
+    assert drop(arrival()) == Announce()
+    hold, _ = gate(HOLD)
+    assert hold(arrival(delayed=Delayed("d", NOW_US, "", "q", cancelled=True))) is None
+
+
+def test_while_the_store_is_away_known_holds_stay_on_and_this_is_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    hold, state = gate(HOLD)
+    state.away = True
+    timer = SimpleNamespace(call_repeatedly=lambda *_: None)
+    for _ in range(2):
+        hold.begin(state, timer)  # type: ignore[arg-type]
+    ruling = hold(arrival())
+    assert isinstance(ruling, WaitUntil)
+    assert (ruling.due_us, ruling.in_broker) == (NOW_US + AWAY_US, True)
+    assert [record.message for record in caplog.records] == [
+        (
+            "native delay: holds are not read until the store answers; 1 known one(s) stay on: "
+            "OSError: it is down"
+        )
+    ]
+    state.away = False
+    hold.begin(state, timer)  # type: ignore[arg-type]
+    assert isinstance(hold(arrival()), WaitUntil)
