@@ -25,7 +25,7 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - everybody's name for it
 
 from ..due_time import due_us
-from ..worker.attempt import ATTEMPT_KEY, COMES_AGAIN, DONE, FIELDS, GIVEN_UP, RAN_TO_ITS_END
+from ..worker.telemetry import ATTEMPT_KEY, COMES_AGAIN, DONE, FIELDS, GIVEN_UP, RAN_TO_ITS_END
 
 VERDICTS = ("ok", "missing", "pending", "duplicate", "early", "failed", "running", "unplanned")
 
@@ -55,8 +55,8 @@ def read_events(spark: SparkSession, path: str | list[str]) -> DataFrame:
 
     Returns:
         One row per start or end of an attempt to run a task, with the columns of
-        ``celery_native_delay.worker.attempt.FIELDS``. Incomplete JSON lines (from a full disk) are
-        skipped.
+        ``celery_native_delay.worker.telemetry.FIELDS``. Incomplete JSON lines (from a full disk)
+        are skipped.
     """
     schema = ", ".join(f"{name} {kind}" for name, kind in FIELDS.items())
     lines = spark.read.schema(schema).option("recursiveFileLookup", "true").json(path)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from secrets import token_bytes
 from typing import Any, Self
 
@@ -48,6 +50,27 @@ class TaskTemplate(ABC):
     @abstractmethod
     def another(self, channel: Any, ids: RandomIds, due_us: int, values: TaskValues) -> Any:
         """Make another task's message, with a random id from *ids*; return None if already due."""
+
+
+class Form:
+    """A text with gaps for the values that differ between similar tasks."""
+
+    def __init__(self, text: str, marks: Mapping[str, int]) -> None:
+        """*marks* are random texts in *text*, each with the index of the value that fills it."""
+        pieces = re.split(f"({'|'.join(map(re.escape, marks))})", text)
+        self._form = "%s".join(piece.replace("%", "%%") for piece in pieces[::2])
+        order = [marks[piece] for piece in pieces[1::2]]
+        self._in_order: Callable[[Sequence[object]], tuple[object, ...]] = itemgetter(*order)
+
+    def filled(self, values: Sequence[object]) -> str:
+        return self._form % self._in_order(values)
+
+
+def marked(headers: Mapping[str, Any], marks: Mapping[str, str]) -> dict[str, Any]:
+    """Return a task's headers with *marks* in place of the values that differ between tasks."""
+    names = ("root_id",) if headers.get("root_id") == headers["id"] else ()
+    found = {**headers, **{name: marks[name] for name in ("eta", "argsrepr", "kwargsrepr")}}
+    return found | dict.fromkeys(("id", *names), marks["task_id"])
 
 
 class BulkPublisher:

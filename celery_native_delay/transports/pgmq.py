@@ -19,8 +19,7 @@ from ..settings import DelaySettings
 from ..store.entry import StoreEntry
 from .bulk_publisher import BulkPublisher
 from .interface import AdminPart, Backlog, Told, Wait, WorkerPart
-from .lasting import is_lasting_sql
-from .outbox import OutboxBatch
+from .outbox import OutboxBatch, is_lasting_sql
 from .virtual.channel import DelayingChannel, DelayingTransport
 from .virtual.delays import SendingDelays
 from .virtual.outbox import CallingOutbox, Collecting, NotTaken, PlainMessage

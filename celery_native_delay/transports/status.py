@@ -1,17 +1,33 @@
-"""The numbers that ``delay status`` shows for Redis and databases. This module does no I/O."""
+"""The numbers that ``delay status`` shows for Redis and databases, and heartbeats of promoters.
+
+A producer logs a warning if messages are overdue and no process has a fresh heartbeat.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from time import monotonic
 from typing import Any
 
 from ..durations import duration
-from ..errors import NativeDelayError
+from ..errors import NativeDelayError, errors_ignored
 from ..finding import WRONG, Finding
+
+logger = logging.getLogger(__name__)
 
 #: A message overdue for so many seconds means that no promoter moves due messages, or it is stuck.
 PATIENCE_SECONDS = 15.0
+
+#: How many seconds a heartbeat is valid.
+SHOWN_SECONDS = 30
+
+#: Seconds between two heartbeats of a promoter, which may sleep that long.
+SHOW_SECONDS = 10.0
+
+#: Seconds between two checks of a producer.
+LOOK_SECONDS = 60.0
 
 NOTHING_PROMOTES = (
     "nothing promotes: no installed worker and no `celery -A PROJ delay promote` is running"
@@ -99,3 +115,45 @@ def refuse_waiting(name: str, census: Any) -> None:
             f"{name}: {census.waiting} message(s) wait and {census.parked} are parked: run this "
             f"again"
         )
+
+
+class Sign:
+    """Writes the heartbeat of a process that moves due messages to queues."""
+
+    def __init__(self, show: Callable[[], object], *errors: type[Exception]) -> None:
+        """*show* writes the heartbeat. Exceptions of the types *errors* are only logged."""
+        self._show = show
+        self._errors = errors
+        self._next_at = 0.0
+
+    def keep_up(self) -> None:
+        """Write this process's heartbeat if the last heartbeat is at least ten seconds old."""
+        now = monotonic()
+        if now < self._next_at:
+            return
+        self._next_at = now + SHOW_SECONDS
+        try:
+            self._show()
+        except self._errors as exc:
+            logger.debug("native delay: this promoter cannot write its heartbeat: %s", exc)
+
+
+#: The time of the next check, by the place where messages wait; infinite after a warning.
+_next_looks: dict[str, float] = {}
+
+
+def warn_if_nothing_promotes(place: str, look: Callable[[], Status]) -> None:
+    """Log a warning if messages are overdue and no process moves due messages.
+
+    Every delayed publish calls this function. For each *place* (a Redis or database), the function
+    calls *look* at most once a minute, and never again after a warning.
+    """
+    now = monotonic()
+    if now < _next_looks.get(place, 0.0):
+        return
+    _next_looks[place] = now + LOOK_SECONDS
+    with errors_ignored():  # the message is already published
+        status = look()
+        if not status.promoting and status.overdue_seconds > PATIENCE_SECONDS:
+            _next_looks[place] = float("inf")
+            logger.warning("native delay: %s", status.findings()[0])

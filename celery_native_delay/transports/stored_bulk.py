@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from json.encoder import encode_basestring_ascii as as_json
-from operator import itemgetter
 from secrets import token_hex
 from typing import Any, NamedTuple
 
@@ -14,7 +12,7 @@ from ..errors import CannotDelay, RefusedMessage
 from ..store.entry import StoreEntry
 from ..store.interface import Row, Store
 from ..store.joined import outside_transaction
-from .bulk_publisher import RandomIds, TaskTemplate, TaskValues
+from .bulk_publisher import Form, RandomIds, TaskTemplate, TaskValues, marked
 from .outbox import OutboxBatch
 
 _TOO_LATE = (
@@ -106,20 +104,16 @@ class StoredTemplate(TaskTemplate):
 
     def __init__(self, entry: StoreEntry, longest_seconds: float) -> None:
         super().__init__(_body_of(entry))
-        headers, properties = dict(entry.headers), dict(entry.properties)
+        properties = dict(entry.properties)
         self._is_base64 = properties.get("body_encoding") == "base64"
         self._longest_seconds = longest_seconds
         marks = _Fields(*(f"{name} {token_hex(16)}" for name in _Fields._fields))
-        task_id = headers["id"]
-        headers |= {name: getattr(marks, name) for name in ("eta", "argsrepr", "kwargsrepr")}
-        headers["id"] = marks.task_id
-        if headers.get("root_id") == task_id:
-            headers["root_id"] = marks.task_id
+        headers = marked(entry.headers, marks._asdict())
         properties |= {"application_headers": headers, "correlation_id": marks.task_id}
         if "delivery_tag" in properties:  # of kombu's virtual transports
             properties["delivery_tag"] = marks.delivery_id
         # A number cannot be a mark, so the due time stands between two others.
-        marked = StoreEntry(
+        text = StoreEntry(
             _DUE_MARK,
             entry.exchange,
             entry.routing_key,
@@ -130,10 +124,7 @@ class StoredTemplate(TaskTemplate):
         ).encoded()
         named = {f'"{mark}"': at for at, mark in enumerate(marks)}
         named |= {str(_DUE_MARK): 0, marks.body: 6}
-        pieces = re.split(f"({'|'.join(map(re.escape, named))})", marked)
-        self._form = "%s".join(piece.replace("%", "%%") for piece in pieces[::2])
-        order = [named[piece] for piece in pieces[1::2]]
-        self._in_order: Callable[[Sequence[str]], tuple[str, ...]] = itemgetter(*order)
+        self._form = Form(text, named)
         self._queue = entry.queue
         self._like = entry
 
@@ -184,7 +175,7 @@ class StoredTemplate(TaskTemplate):
             b64encode(body).decode() if self._is_base64 else body.decode(),
         )
         name = self._like.name_of(task_id)
-        return Row(name, task_id, due_us, self._form % self._in_order(fields))
+        return Row(name, task_id, due_us, self._form.filled(fields))
 
 
 #: Stands for the due time in a template: no message has this number.

@@ -45,8 +45,7 @@ from .interface import (
     copy_of,
     without_store,
 )
-from .status import Status, refuse_waiting
-from .watching import warn_if_nothing_promotes
+from .status import Status, refuse_waiting, warn_if_nothing_promotes
 
 T = TypeVar("T")
 

@@ -7,19 +7,14 @@ and add it to :func:`gates`.
 
 from __future__ import annotations
 
-from celery.utils.log import get_logger
-
 from ..due_time import due_us
-from ..errors import described
 from ..records.cancelled import was_cancelled
 from ..records.interface import Records
 from ..records.runs import read_run
 from ..records.waiting import RUN
 from ..settings import DelaySettings
 from .arrival import Announce, Arrival, Drop, Gate, Ruling, WaitUntil
-from .in_time import in_time
-
-logger = get_logger(__name__)
+from .in_time import StoreGate, in_time
 
 #: Microseconds for which a worker trusts what it has read of a run.
 _RUN_READ_EVERY_US = 1_000_000
@@ -75,19 +70,23 @@ def early_of_ours(arrival: Arrival) -> Ruling | None:
     return None if arrival.delayed is None else early(arrival)
 
 
-class Revoked:
+class Revoked(StoreGate):
     """A check before a task runs: announce a task that was cancelled where nothing can remove it.
 
     The task waited in the broker beside a store, which keeps its id. Or all tasks of its Spark run
     were cancelled, with one word in the state of the run. If the store is away, the task waits.
     """
 
+    waits = (
+        "tasks that waited in the broker, or are of a Spark run, wait until the store answers, as "
+        "it knows the cancelled ones"
+    )
+
     def __init__(self) -> None:
         self.state: Records | None = None
         """The state in the store; None if no task waits in the broker beside a store."""
         self.runs: Records | None = None
         """The state of runs: in the store, or in the Redis broker; None if there is neither."""
-        self._is_told = False
         #: By run: when it was read, and if it was cancelled.
         self._known: dict[str, tuple[int, bool]] = {}
 
@@ -105,15 +104,9 @@ class Revoked:
             if state is not None and not is_revoked:
                 is_revoked = in_time(lambda: was_cancelled(state, arrival.id))
         except Exception as exc:  # of any driver
-            if not self._is_told:
-                self._is_told = True
-                logger.warning(
-                    "native delay: tasks that waited in the broker, or are of a Spark run, wait "
-                    "until the store answers, as it knows the cancelled ones: %s",
-                    described(exc),
-                )
-            return arrival.until_store_answers(None if delayed is None else delayed.delivery_id)
-        self._is_told = False
+            delivery_id = None if delayed is None else delayed.delivery_id
+            return self.unanswered(arrival, exc, delivery_id=delivery_id)
+        self.answered()
         return Announce() if is_revoked else None
 
     def _is_cancelled(self, run: str, now_us: int) -> bool:

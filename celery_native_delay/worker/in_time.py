@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from time import monotonic
-from typing import TypeVar
+from typing import ClassVar, TypeVar
+
+from celery.utils.log import get_logger
 
 from ..backoff import Backoff
-from ..errors import StoreUnavailable
+from ..errors import StoreUnavailable, described
 from ..within import Within
+from .arrival import Arrival, WaitUntil
+
+logger = get_logger(__name__)
 
 T = TypeVar("T")
 
@@ -39,3 +44,28 @@ def in_time(call: Callable[[], T], *, undo: Callable[[T], object] = lambda resul
         raise StoreUnavailable(f"the store does not answer the worker: {exc}") from exc
     _backoff.reset()
     return answer
+
+
+class StoreGate:
+    """A check before a task runs that asks the store; without an answer the task waits."""
+
+    waits: ClassVar[str]
+    """The warning when the store does not answer."""
+
+    _is_told = False
+
+    def unanswered(
+        self, arrival: Arrival, exc: Exception, *, delivery_id: str | None = None
+    ) -> WaitUntil:
+        """Log the first error of an outage; return the decision that the task waits.
+
+        *delivery_id* is as in :class:`.WaitUntil`.
+        """
+        if not self._is_told:
+            self._is_told = True
+            logger.warning("native delay: %s: %s", self.waits, described(exc))
+        return arrival.until_store_answers(delivery_id)
+
+    def answered(self) -> None:
+        """Note that the store answers, so that the next outage is logged again."""
+        self._is_told = False

@@ -14,13 +14,12 @@ from functools import partial, wraps
 from typing import Any
 
 from celery import signals, states
-from celery.utils.log import get_logger
 from celery.worker import state as worker_state
 
 from ..app.installation import installation_of, is_in_clock
 from ..app.transactions import claim, store_of_app
 from ..durations import DAY_US
-from ..errors import NoStore, described
+from ..errors import NoStore
 from ..keyed import rules
 from ..keyed.record import name_of_once
 from ..message import ONCE
@@ -28,19 +27,19 @@ from ..per_process import PerProcess
 from ..settings import DelaySettings
 from ..store.interface import Store
 from .arrival import Arrival, AskAgain, Drop, Ruling, WaitUntil
+from .in_time import StoreGate
 from .leases import Held, leases_of
 from .unique import PAUSE_SECONDS, give_back, is_here
 
-logger = get_logger(__name__)
 
-
-class Once:
+class Once(StoreGate):
     """A check before a task runs: drop it if it has run, wait if it is running."""
+
+    waits = "tasks that are once wait"
 
     def __init__(self, app: Any, settings: DelaySettings) -> None:
         self._app = app
         self._settings = settings
-        self._warned = False
 
     def __call__(self, arrival: Arrival) -> Ruling | None:
         if not arrival.has_headers:
@@ -55,11 +54,8 @@ class Once:
         try:
             token, step = leases.begin_in_time(name, arrival.id, here, rules.claim_once)
         except Exception as exc:
-            if not self._warned:
-                self._warned = True
-                logger.warning("native delay: tasks that are once wait: %s", described(exc))
-            return arrival.until_store_answers()
-        self._warned = False
+            return self.unanswered(arrival, exc)
+        self.answered()
         if step.stands is not None:
             return Drop("it has run already, and it is once")
         if step.free_us is not None:

@@ -25,14 +25,14 @@ from celery.utils.log import get_logger
 from celery.worker import state
 
 from ..app.retrying import limit_of_call
-from ..errors import StoreUnavailable, described
+from ..errors import StoreUnavailable
 from ..rates.in_records import RecordedLines
 from ..rates.line import Asked, places_in
 from ..rates.rate import Rate
 from ..records.waiting import PLACE
 from ..settings import DelaySettings
 from .arrival import SHORTEST_WAIT_US, Arrival, AskAgain, Ruling, WaitUntil
-from .in_time import in_time
+from .in_time import StoreGate, in_time
 from .unique import give_back, take_locks
 
 logger = get_logger(__name__)
@@ -60,8 +60,10 @@ class _InLine:
     again: Callable[[], object] | None = None
 
 
-class Rated:
+class Rated(StoreGate):
     """Delays rate-limited tasks in a worker until their rate permits the start."""
+
+    waits = "rate-limited tasks wait until the rates can be read"
 
     def __init__(self, settings: DelaySettings, tasks: Mapping[str, Any]) -> None:
         self.lines: RecordedLines | None = None
@@ -75,7 +77,6 @@ class Rated:
         #: The tasks with a place in this worker: by delivery tag, and by line in order of places.
         self._by_tag: dict[Any, _InLine] = {}
         self._by_line: dict[str, list[_InLine]] = {}
-        self._warned = False
 
     def __call__(self, arrival: Arrival) -> Ruling | None:
         rates = self._rates.get(arrival.name)
@@ -199,15 +200,9 @@ class Rated:
             turn = in_time(partial(self.lines.ask, entry.limits, may_start=may_start))
         except Exception as exc:
             give_back(arrival.consumer, headers)
-            if not self._warned:
-                self._warned = True
-                logger.warning(
-                    "native delay: rate-limited tasks wait until the rates can be read: %s",
-                    described(exc),
-                )
             self._remove(entry)
-            return arrival.until_store_answers()
-        self._warned = False
+            return self.unanswered(arrival, exc)
+        self.answered()
         if turn.starts:
             if headers.pop(PLACE, None) is not None:
                 arrival.message.waited_in_line = True

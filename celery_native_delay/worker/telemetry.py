@@ -2,8 +2,20 @@
 
 Each process of a worker appends to its own file of the day (UTC), ``<day>_<worker>_<pid>.jsonl``.
 Each line is one unbuffered write, so a SIGKILL loses no written line. A failing write never stops a
-task. The module :mod:`~celery_native_delay.worker.attempt` has the fields of a line.
-``spark.reconcile`` reads the files.
+task. ``spark.reconcile`` reads the files.
+
+- The process that runs the task writes a line at the start, with ``finished`` and ``outcome`` null,
+  and a line at the end.
+- The main process writes one line, with ``started`` null, for a task that never started (revoked or
+  expired).
+- The main process also writes such a line if the process that ran the task was killed or timed out.
+  In this case, only the line at the start has the start time.
+
+``waited`` is true if the message waited in the broker until its due time. ``waited`` is false if a
+producer with this package sent the message after its due time. Otherwise ``waited`` is null.
+
+Before Celery 5.7, the line about a killed or timed-out process may have more null fields:
+``root_id``, ``queue``, ``retries``, ``due`` and ``waited``.
 """
 
 from __future__ import annotations
@@ -24,11 +36,53 @@ from ..app.installation import Installation, installation_of
 from ..due_time import due_us_or_none
 from ..durations import DAY_US
 from ..message import due_ms_of
+from ..now import moment
 from ..rates.retry_after import RetryAfter
-from . import attempt
 from .arrival import queue_of
 
 logger = get_logger(__name__)
+
+#: The fields of a line, in this order, with their types in Spark SQL.
+FIELDS = {
+    "id": "string",
+    "task": "string",
+    "root_id": "string",
+    "worker": "string",
+    "pid": "bigint",
+    "queue": "string",
+    "retries": "bigint",
+    "due": "timestamp",
+    "started": "timestamp",
+    "finished": "timestamp",
+    "outcome": "string",
+    "retry_due": "timestamp",
+    "waited": "boolean",
+}
+
+#: Lines with equal values of these fields are about the same attempt.
+ATTEMPT_KEY = ("id", "retries", "started", "worker", "pid")
+
+SUCCESS = "success"
+IGNORED = "ignored"
+"""The task raised ``Ignore``, for example by ``self.replace()``."""
+FAILURE = "failure"
+RETRY = "retry"
+REQUEUED = "requeued"
+"""The task comes again with the same number of retries: it raised ``RetryAfter``, or
+``Reject(requeue=True)``."""
+REJECTED = "rejected"
+LOST = "lost"
+"""The process that ran the task died."""
+TIMEOUT = "timeout"
+REVOKED = "revoked"
+EXPIRED = "expired"
+TERMINATED = "terminated"
+
+DONE = (SUCCESS, IGNORED)
+GIVEN_UP = (FAILURE, REJECTED, LOST, TIMEOUT, REVOKED, EXPIRED, TERMINATED)
+COMES_AGAIN = (RETRY, REQUEUED)
+RAN_TO_ITS_END = (SUCCESS, FAILURE, RETRY, REJECTED)
+"""Outcomes of a task whose function returned or raised an exception."""
 
 #: The message property that tells the name of the queue to the process that runs the task. Celery
 #: passes only the routing key to this process. A field of the request would be sent with retries.
@@ -46,17 +100,17 @@ _as_json = json.JSONEncoder(separators=(",", ":"), default=str).encode
 _UNTOLD = object()
 
 _OUTCOMES = {
-    states.SUCCESS: attempt.SUCCESS,
-    states.RETRY: attempt.RETRY,
-    states.IGNORED: attempt.IGNORED,
-    states.REJECTED: attempt.REJECTED,
-    states.FAILURE: attempt.FAILURE,
+    states.SUCCESS: SUCCESS,
+    states.RETRY: RETRY,
+    states.IGNORED: IGNORED,
+    states.REJECTED: REJECTED,
+    states.FAILURE: FAILURE,
 }
 
 #: Failures that only the worker's main process sees.
 _ENDED_FROM_OUTSIDE: tuple[tuple[type[BaseException], str], ...] = (
-    (TimeLimitExceeded, attempt.TIMEOUT),
-    (WorkerLostError, attempt.LOST),
+    (TimeLimitExceeded, TIMEOUT),
+    (WorkerLostError, LOST),
 )
 
 
@@ -145,8 +199,8 @@ class Telemetry:
         **_: Any,
     ) -> None:
         if self._is_ours(sender):
-            ending = attempt.EXPIRED if expired else attempt.REVOKED
-            outcome = attempt.TERMINATED if terminated else ending
+            ending = EXPIRED if expired else REVOKED
+            outcome = TERMINATED if terminated else ending
             self._write_ending(sender, request.id, request, outcome)
 
     # --- lines ------------------------------------------------------------------------------
@@ -186,14 +240,14 @@ class Telemetry:
             # A task that never started has its queue in the properties, or only a routing key.
             get(QUEUE) or properties.get(QUEUE) or (get("delivery_info") or {}).get("routing_key"),
             get("retries"),
-            attempt.moment(due_us_or_none(get("eta"))),
-            attempt.moment(started_us),
-            attempt.moment(finished_us),
+            as_text(due_us_or_none(get("eta"))),
+            as_text(started_us),
+            as_text(finished_us),
             outcome,
-            attempt.moment(retry_due_us),
+            as_text(retry_due_us),
             properties.get(WAITED) if has_waited is None else has_waited,
         )
-        fields = dict(zip(attempt.FIELDS, line, strict=True))
+        fields = dict(zip(FIELDS, line, strict=True))
         self._lines.append(finished_us or started_us or now_us(), _as_json(fields))
 
 
@@ -236,7 +290,7 @@ class DailyFiles:
         if opened is not None and opened[:2] == (pid, day):
             return opened[2]
         self._folder.mkdir(parents=True, exist_ok=True)
-        date = str(attempt.moment(day * DAY_US))[:10]
+        date = str(as_text(day * DAY_US))[:10]
         file = AppendedFile(self._folder / f"{date}_{self._name}_{pid}.jsonl")
         self._open = (pid, day, file)
         return file
@@ -278,17 +332,17 @@ def waited(message: Any, *, now_ms: int) -> bool | None:
 def outcome_of(state: str | None, retval: Any) -> str:
     """Convert a task's Celery state and return value (or exception) to telemetry's ``outcome``."""
     if state == states.REJECTED and getattr(retval, "requeue", False):
-        return attempt.REQUEUED
+        return REQUEUED
     refused = getattr(retval, "exc", None)
     if state == states.RETRY and isinstance(refused, RetryAfter) and not refused.counts:
-        return attempt.REQUEUED
+        return REQUEUED
     # A task that raised a BaseException has no state, and Celery takes its process for lost.
-    return _OUTCOMES.get(state, attempt.LOST)
+    return _OUTCOMES.get(state, LOST)
 
 
 def retry_due_us(outcome: str, raised: Any, finished_us: int) -> int | None:
     """Return the due time (µs since the epoch) of a retried or requeued task, else None."""
-    if outcome not in attempt.COMES_AGAIN:
+    if outcome not in COMES_AGAIN:
         return None
     when = getattr(raised, "when", None)
     if isinstance(when, int | float):
@@ -298,3 +352,10 @@ def retry_due_us(outcome: str, raised: Any, finished_us: int) -> int | None:
 
 def now_us() -> int:
     return time_ns() // 1000
+
+
+def as_text(us: int | None) -> str | None:
+    """Format microseconds since the epoch as ISO 8601 in UTC: 2026-11-20T09:30:00.000000Z."""
+    if us is None:
+        return None
+    return f"{moment(us).replace(tzinfo=None).isoformat(timespec='microseconds')}Z"

@@ -13,32 +13,30 @@ from typing import Any
 
 from billiard.exceptions import TimeLimitExceeded, WorkerLostError
 from celery import signals, states
-from celery.utils.log import get_logger
 from celery.worker import state as worker_state
 
 from ..app.installation import installation_of
 from ..due_time import due_us_or_none
-from ..errors import described
 from ..keyed import rules
 from ..keyed.record import HEADER, LOCKS, Mark, name_of
 from ..now import time_ns
 from ..rates.line import Asked
 from ..texts import is_text
 from .arrival import Arrival, AskAgain, Ruling, WaitUntil
+from .in_time import StoreGate
 from .leases import Held, Leases, leases_of
-
-logger = get_logger(__name__)
 
 #: Seconds until a message is checked again that cannot wait in the broker.
 PAUSE_SECONDS = 1.0
 
 
-class Unique:
+class Unique(StoreGate):
     """A check before a task runs: a unique task waits while another task has the key."""
+
+    waits = "unique tasks wait: the store of their keys cannot be read"
 
     def __init__(self, app: Any) -> None:
         self._app = app
-        self._warned = False
 
     def __call__(self, arrival: Arrival) -> Ruling | None:
         mark = _unique_mark_of(arrival.fields) if arrival.has_headers else None
@@ -49,14 +47,8 @@ class Unique:
         try:
             token, step = leases.begin_in_time(mark.name, arrival.id, here, rule)
         except Exception as exc:
-            if not self._warned:
-                self._warned = True
-                logger.warning(
-                    "native delay: unique tasks wait: the store of their keys cannot be read: %s",
-                    described(exc),
-                )
-            return arrival.until_store_answers()
-        self._warned = False
+            return self.unanswered(arrival, exc)
+        self.answered()
         if step.free_us is not None:
             return WaitUntil(step.free_us, otherwise=AskAgain(PAUSE_SECONDS))
         arrival.message.headers[HEADER] = replace(mark, token=token).header()

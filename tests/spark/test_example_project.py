@@ -16,7 +16,7 @@ from rich.console import Console
 
 from celery_native_delay.spark import FanOutResult, Receipt, reconcile, task_id_of
 from celery_native_delay.spark.options import EPOCH
-from celery_native_delay.worker.attempt import FIELDS
+from celery_native_delay.worker.telemetry import FIELDS
 from example_project import orders
 from example_project.spark_demo import SPEED, lead, reminders, tell
 

@@ -18,8 +18,7 @@ from benchmarks.reconcile import INJECTED, PLANNED, measure
 from celery_native_delay import install
 from celery_native_delay.app.installation import installation_of
 from celery_native_delay.spark import read_events, reconcile
-from celery_native_delay.worker.attempt import FIELDS
-from celery_native_delay.worker.telemetry import Telemetry
+from celery_native_delay.worker.telemetry import FIELDS, Telemetry
 from tests.documents import only
 
 DUE = datetime(2026, 11, 20, 9, 30, tzinfo=UTC)

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("pyspark")
 
 from celery_native_delay.spark import FanOut, read_events, reconcile
-from celery_native_delay.worker.attempt import FIELDS, SUCCESS
+from celery_native_delay.worker.telemetry import FIELDS, SUCCESS
 
 
 def test_missing_tasks_are_sent_again_under_their_ids(

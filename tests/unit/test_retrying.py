@@ -17,7 +17,7 @@ from celery_native_delay.app import retrying
 from celery_native_delay.app.retrying import SINCE
 from celery_native_delay.rates.line import Asked
 from celery_native_delay.records.waiting import PLACE
-from celery_native_delay.worker import attempt
+from celery_native_delay.worker import telemetry
 from celery_native_delay.worker.telemetry import outcome_of
 
 RATES = {"shop.call_api": Rate("10/s", key="tenant")}
@@ -124,7 +124,7 @@ def test_a_retry_does_not_count_by_default(sent: Sent) -> None:
         with running(task, "ada", retries=retries), pytest.raises(Retry) as raised:
             task.run("ada")
         assert raised.value.sig.options["retries"] == retries
-        assert outcome_of("RETRY", raised.value) == attempt.REQUEUED
+        assert outcome_of("RETRY", raised.value) == telemetry.REQUEUED
 
 
 def test_a_retry_that_counts_uses_up_max_retries(sent: Sent) -> None:
@@ -132,7 +132,7 @@ def test_a_retry_that_counts_uses_up_max_retries(sent: Sent) -> None:
     with running(task, "ada"), pytest.raises(Retry) as raised:
         task.run("ada")
     assert raised.value.sig.options["retries"] == 1
-    assert outcome_of("RETRY", raised.value) == attempt.RETRY
+    assert outcome_of("RETRY", raised.value) == telemetry.RETRY
     with running(task, "ada", retries=1), pytest.raises(RetryAfter):
         task.run("ada")
 

@@ -15,7 +15,7 @@ import celery_native_delay
 from celery_native_delay import RetryAfter, install
 from celery_native_delay.app import keyed, retrying
 from celery_native_delay.records.redis_link import RedisLink
-from celery_native_delay.transports import watching
+from celery_native_delay.transports import status
 from celery_native_delay.worker.leases import Leases
 
 
@@ -50,7 +50,7 @@ def revoke() -> None:
 
 
 def look() -> None:
-    watching.warn_if_nothing_promotes("unit-soft-limit", interrupted)
+    status.warn_if_nothing_promotes("unit-soft-limit", interrupted)
 
 
 def settle() -> None:

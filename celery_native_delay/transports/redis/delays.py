@@ -15,10 +15,9 @@ from ...records.redis import RedisRecords
 from ...redis_server import Server, check_server, clock_ahead_seconds, keeping, server_of
 from ...settings import DelaySettings
 from ...store.interface import Row
-from ..status import Status
+from ..status import Status, warn_if_nothing_promotes
 from ..virtual import delays
 from ..virtual.wrapping import due_then, encoded, id_of, wrapped
-from ..watching import warn_if_nothing_promotes
 from .entry import Destination, entry_of
 from .keys import RedisBrokerKeys, member_of
 from .store import RedisBrokerStore

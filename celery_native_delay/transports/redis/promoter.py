@@ -26,7 +26,7 @@ from redis.exceptions import RedisError, TimeoutError
 
 from ...backoff import Backoff
 from ...errors import NativeDelayError
-from ..watching import SHOW_SECONDS, Sign
+from ..status import SHOW_SECONDS, Sign
 from .store import BATCH, HandedOver, Rounds
 
 logger = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from ...records.redis_link import digest_of
 from ...redis_server import RIGHTS
 from ...store.interface import Row
 from ...store.redis import ADD, RedisRows
-from ..watching import SHOWN_SECONDS
+from ..status import SHOWN_SECONDS
 from .keys import RedisBrokerKeys
 from .scripts import ALLOW_OOM, HAND_OVER
 

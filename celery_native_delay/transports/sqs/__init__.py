@@ -5,8 +5,66 @@ the destination queue. During each earlier period, the message is in the delay q
 ``<queue>-delay.fifo``; when the period ends, a worker thread sends the message again.
 
 Install ``celery_native_delay[sqs]``.
+
+Without the transport option ``native_delay``, the transport behaves exactly like kombu's.
 """
 
-from .transport import Channel, Transport
+from __future__ import annotations
 
-__all__ = ["Channel", "Transport"]
+from typing import Any
+
+from kombu.transport import SQS
+
+from ...settings import DelaySettings
+from ..interface import AdminPart, WorkerPart
+from ..virtual.channel import DelayingChannel, DelayingTransport
+from .delays import SqsDelays, leave_to_celery
+from .queues import can_delay
+
+
+class Channel(DelayingChannel, SQS.Channel):  # type: ignore[misc]
+    """kombu's SQS channel, which can also delay messages."""
+
+    delays_class = SqsDelays
+
+    @property
+    def _queue_cache(self) -> dict[str, str]:
+        """Return the queue URLs of this connection; other connections have separate caches."""
+        # Before kombu 5.7 all connections share one cache.
+        cache: dict[str, str] = self.connection.urls_by_queue
+        return cache
+
+    def let_wait(self, queue: str, message: dict[str, Any], *, due_us: int, **kwargs: Any) -> Any:
+        if not can_delay(queue):
+            leave_to_celery(queue)
+            return SQS.Channel._put(self, queue, message, **kwargs)
+        self.delays.check_reach(due_us)
+        return self.delays.publish(queue, message, due_us=due_us)
+
+    def own_worker_part(self, settings: DelaySettings) -> WorkerPart:
+        from .worker_part import SqsWorkerPart
+
+        return SqsWorkerPart(self, settings)
+
+    def own_admin_part(self, settings: DelaySettings) -> AdminPart:
+        from .admin_part import SqsAdminPart
+
+        return SqsAdminPart(self)
+
+
+class Transport(DelayingTransport, SQS.Transport):  # type: ignore[misc]
+    """kombu's SQS transport; with the option ``native_delay``, delayed messages wait in SQS."""
+
+    delaying_channel = Channel
+
+    def __init__(self, client: Any, **kwargs: Any) -> None:
+        super().__init__(client, **kwargs)
+        self.urls_by_queue: dict[str, str] = {}
+
+    def bulk_publisher(self, *, window: int) -> Any:
+        if self.has_store:
+            return self.store_publisher(window)
+        from ..virtual.template import publisher
+        from .outbox import SqsOutbox
+
+        return publisher(SqsOutbox(self.client, window))

@@ -9,7 +9,6 @@ from ...errors import NativeDelayError
 from ...finding import UNCHECKED, WRONG, Finding
 from ..interface import AdminPart, Backlog, Told
 from .queues import (
-    LONGEST_NAME,
     administered,
     advice,
     can_delay,
@@ -97,7 +96,10 @@ class SqsAdminPart(AdminPart):
         for queue, name in self._named():
             attributes = self._attributes(queue)
             if attributes is None:
-                found.append(self._lacking(name))
+                why = "missing: run `celery -A PROJ delay declare`, which creates it"
+                if not self._delays.queues.can_make(name):
+                    why = why_not_made(name)
+                found.append(Finding.of_sentence("delay queues", WRONG, f"{name}: {why}"))
                 continue
             found += mismatches(name, attributes)
             found += advice(name, attributes)
@@ -120,7 +122,7 @@ class SqsAdminPart(AdminPart):
         return found
 
     def status(self) -> SqsStatus:
-        return SqsStatus(self.name, self._counted())
+        return SqsStatus(self.name, [self._counted(*named) for named in self._named()])
 
     def backlog(self) -> Backlog:
         return Backlog(self.status().waiting, 0)
@@ -165,33 +167,15 @@ class SqsAdminPart(AdminPart):
         for queue in self._queues:
             yield queue, self._delays.queues.name(delay_queue_of(queue))
 
-    def _lacking(self, name: str) -> Finding:
-        if len(name) > LONGEST_NAME or self._channel.predefined_queues:
-            why = why_not_made(name)
-        else:
-            why = "missing: run `celery -A PROJ delay declare`, which creates it"
-        return Finding.of_sentence("delay queues", WRONG, f"{name}: {why}")
-
     def _attributes(self, queue: str) -> dict[str, str] | None:
-        return self._asked(delay_queue_of(queue))
+        return self._delays.queues.known(delay_queue_of(queue))  # type: ignore[no-any-return]
 
-    def _counted(self) -> list[dict[str, Any]]:
-        return [self._status(queue, delay_queue) for queue, delay_queue in self._named()]
-
-    def _status(self, queue: str, delay_queue: str) -> dict[str, Any]:
+    def _counted(self, queue: str, delay_queue: str) -> dict[str, Any]:
         attributes = self._attributes(queue)
-        on_the_way = None if attributes is None else waiting_in(attributes)
-        here = int((self._asked(queue) or {}).get(_DELAYED) or 0)
-        overdue = overdue_in(attributes or {})
         return {
             "queue": queue,
             "delay_queue": delay_queue,
-            "here": here,
-            "on_the_way": on_the_way,
-            "overdue": overdue,
+            "here": int((self._delays.queues.known(queue) or {}).get(_DELAYED) or 0),
+            "on_the_way": None if attributes is None else waiting_in(attributes),
+            "overdue": overdue_in(attributes or {}),
         }
-
-    def _asked(self, queue: str) -> dict[str, str] | None:
-        url = self._delays.queues.find(queue)
-        found: dict[str, str] | None = url and self._delays.queues.attributes(queue, url)
-        return found

@@ -15,7 +15,6 @@ from ..virtual import delays
 from . import hops
 from .entry import MOST_BYTES, Payload, SqsEntry, SqsMessage, check_size
 from .queues import (
-    LONGEST_NAME,
     Queues,
     can_delay,
     delay_queue_of,
@@ -136,10 +135,9 @@ class SqsDelays(delays.SendingDelays):
         url = self.queues.find(delay_queue_of(queue))
         attributes = None if url is None else self.queues.attributes(delay_queue_of(queue), url)
         if attributes is None:
-            if len(name) > LONGEST_NAME or self._channel.predefined_queues:
+            way_out = "start an installed worker or run `celery -A PROJ delay relay`"
+            if not self.queues.can_make(name):
                 way_out = f"it {why_not_made(name)}"
-            else:
-                way_out = "start an installed worker or run `celery -A PROJ delay relay`"
             _say_once(
                 f"{name}: not found, so no relay serves {queue!r}. Tasks that are due in more "
                 f"than {duration(hops.HOP_SECONDS)} wait for so long in SQS, and then in the "
@@ -162,12 +160,10 @@ class SqsDelays(delays.SendingDelays):
         return KnownDelayQueue(monotonic(), url, self._most_bytes(queue))
 
     def _most_bytes(self, queue: str) -> int:
-        url = self.queues.find(queue)
         try:
-            told = url and self.queues.attributes(queue, url)
+            return most_bytes_of(self.queues.known(queue) or {})
         except NotPermitted:
             return MOST_BYTES
-        return most_bytes_of(told or {})
 
 
 #: The warnings that this process has already logged.

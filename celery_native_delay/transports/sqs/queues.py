@@ -169,6 +169,10 @@ class Queues:
         except (DoesNotExistQueueException, UndefinedQueueException):
             return None
 
+    def can_make(self, name: str) -> bool:
+        """Return True if this package may create the delay queue *name*."""
+        return len(name) <= LONGEST_NAME and not self._channel.predefined_queues
+
     def make_delay_queue(self, queue: str) -> str | None:
         """Return the URL of *queue*'s delay queue; create the delay queue if it is missing.
 
@@ -177,7 +181,7 @@ class Queues:
         """
         name = self.name(delay_queue_of(queue))
         found = self.find(delay_queue_of(queue))
-        if found is not None or self._channel.predefined_queues or len(name) > LONGEST_NAME:
+        if found is not None or not self.can_make(name):
             return found
         options = self._channel.transport_options
         tags = options.get("queue_tags")
@@ -224,6 +228,11 @@ class Queues:
             )
             for each in answer.get("Failed") or []
         }
+
+    def known(self, queue: str) -> dict[str, str] | None:
+        """Return the SQS attributes of *queue*, or None if there is no such queue."""
+        url = self.find(queue)
+        return None if url is None else self.attributes(queue, url)
 
     def attributes(self, queue: str, url: str) -> dict[str, str] | None:
         """Return the SQS attributes of *queue*, or None if *queue* was deleted."""

@@ -14,8 +14,7 @@ from ...errors import NativeDelayError, RefusedMessage, StoreUnavailable
 from ...store.interface import Row
 from .. import outbox
 from ..bulk_publisher import BulkPublisher
-from ..lasting import is_lasting_sql
-from ..outbox import OutboxBatch
+from ..outbox import OutboxBatch, is_lasting_sql
 from ..stored_bulk import StoredBatch, StoredMessage, packed, template_class, write
 from .from_store import entry_of
 from .template import CollectedMessage, VirtualTaskTemplate, refused_of

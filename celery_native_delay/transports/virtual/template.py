@@ -7,11 +7,9 @@ in a few values, such as the id and the arguments.
 from __future__ import annotations
 
 import json
-import re
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from json.encoder import encode_basestring_ascii as as_json
-from operator import itemgetter
 from secrets import token_hex
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -19,7 +17,7 @@ from ...due_time import milliseconds_up
 from ...errors import RefusedMessage
 from ...message import HEADER
 from .. import bulk_publisher
-from ..bulk_publisher import BulkPublisher, RandomIds, TaskValues
+from ..bulk_publisher import BulkPublisher, Form, RandomIds, TaskValues, marked
 from .wrapping import encoded, unwrapped
 
 
@@ -66,28 +64,19 @@ class VirtualTemplate:
             raise ValueError(f"expected a body in base64, got {properties.get('body_encoding')!r}")
         # The marks are random texts, which no message contains.
         marks = {name: f"{name} {token_hex(16)}" for name in VirtualTaskFields._fields}
-        marked = {**headers, "id": marks["task_id"]}
-        marked |= {name: marks[name] for name in ("eta", "argsrepr", "kwargsrepr")}
-        if headers.get("root_id") == task_id:
-            marked["root_id"] = marks["task_id"]
-        marked[HEADER] = {**headers[HEADER], "due": marks["due_ms"]}
-        if headers[HEADER].get("id") == properties["delivery_tag"]:
-            marked[HEADER]["id"] = marks["delivery_tag"]
+        own = {**headers[HEADER], "due": marks["due_ms"]}
+        if own.get("id") == properties["delivery_tag"]:
+            own["id"] = marks["delivery_tag"]
         differs = {"correlation_id": marks["task_id"], "delivery_tag": marks["delivery_tag"]}
         text: str = encoded(
             {
                 **envelope,
                 "body": marks["body"],
-                "headers": marked,
+                "headers": marked(headers, marks) | {HEADER: own},
                 "properties": {**properties, **differs},
             }
         )
-        # Every other piece is a mark with its quotes.
-        names = {f'"{mark}"': name for name, mark in marks.items()}
-        pieces = re.split(f"({'|'.join(names)})", text)
-        self._form = "%s".join(piece.replace("%", "%%") for piece in pieces[::2])
-        order = [VirtualTaskFields._fields.index(names[piece]) for piece in pieces[1::2]]
-        self._in_order: Callable[[tuple[Any, ...]], tuple[Any, ...]] = itemgetter(*order)
+        self._form = Form(text, {f'"{mark}"': at for at, mark in enumerate(marks.values())})
 
     def envelope(self, fields: VirtualTaskFields) -> str:
         """Return kombu's message as JSON, with the task values *fields*."""
@@ -101,7 +90,7 @@ class VirtualTemplate:
             due_ms,
             as_json(delivery_tag),
         )
-        return self._form % self._in_order(values)
+        return self._form.filled(values)
 
 
 def fields_of(envelope: Mapping[str, Any]) -> VirtualTaskFields:
