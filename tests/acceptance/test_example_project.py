@@ -60,6 +60,7 @@ class TestDemo:
         assert processes_with(mark) == []
 
     @pytest.mark.ci
+    @pytest.mark.parametrize("demo_on", ["rabbitmq"], indirect=True)
     def test_leaves_nothing_running_after_ctrl_c(self, demo_on: str) -> None:
         mark = uuid4().hex
         demo = start_demo(mark, demo_on)

@@ -175,7 +175,6 @@ def test_a_relative_expiry_counts_from_the_due_time(fleet: Fleet) -> None:
     fleet.record.wait_for(2)
 
 
-@pytest.mark.parametrize("fleet", ["redis", "rabbitmq-3.10-redis"], indirect=True)
 def test_a_task_that_sends_nothing_while_it_waits_goes_on(fleet: Fleet) -> None:
     """As with beat, its ``apply_async`` is called when a run is due, not one period before."""
     fleet.worker(beat_schedule={"tick": {"task": "once", "schedule": 2.0}})

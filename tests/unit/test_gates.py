@@ -94,16 +94,10 @@ def test_a_task_that_waited_in_the_broker_waits_while_the_store_is_away() -> Non
 
 
 def test_the_order_of_the_gates() -> None:
-    """The store is not asked about an early task yet."""
-
-    def once(_: Arrival) -> None:
-        return None
-
-    first = revoked(None)
-    assert gates(DelaySettings(), revoked=first, once=once) == (
-        early,
-        first,
-        cancelled,
-        expired,
-        once,
-    )
+    """An early task asks no store; a task that will not run takes no turn, claim or lock."""
+    names = ("revoked", "scheduling", "rated", "once", "unique")
+    given: dict[str, Any] = {name: lambda _, name=name: name for name in names}
+    passed = gates(DelaySettings(), **given)
+    order = [next((name for name in names if given[name] is gate), gate) for gate in passed]
+    assert order == [early, "revoked", "scheduling", cancelled, expired, "rated", "once", "unique"]
+    assert gates(DelaySettings(), once=given["once"]) == (early, cancelled, expired, given["once"])
