@@ -154,8 +154,8 @@ MUTATIONS = [
     # Workers: the order of the gates, and the ack of what was put back.
     Mutation(
         "worker/gates.py",
-        "        cancelled,\n        expired,\n        rated,",
-        "        rated,\n        cancelled,\n        expired,",
+        "        scheduling,\n        cancelled,",
+        "        cancelled,\n        scheduling,",
         "unit/test_gates.py",
     ),
     Mutation(

@@ -1,6 +1,6 @@
 """Print what the guides promise, and the tests that hold it: `python -m scripts.promises`.
 
-The promises are in `tests/promises.toml`; `tests/unit/test_promises.py` keeps them complete.
+The promises are in `tests/promises.toml`; `tests/unit/test_words.py` keeps them complete.
 """
 
 from __future__ import annotations

@@ -375,6 +375,21 @@ def test_a_cancelled_task_whose_broker_is_away_stays_unlisted(store: Store) -> N
     assert dispatched(store) == ["order-1"]
 
 
+def test_a_cancelled_task_whose_dispatcher_died_stays_cancelled(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("sql", "redis"):
+        monkeypatch.setattr(f"celery_native_delay.store.{module}.LEASE_SECONDS", 0.1)
+    add(store, 1)
+    assert tasks(store).cancel("order-1")
+    assert len(store.take().rows) == 1
+    wait_until(lambda: store.release() > 0)
+    assert (listed(store), store.census().waiting) == ([], 0)
+    broker = Broker()
+    assert dispatched(store, broker) == ["order-1"]
+    assert broker.published[0].cancelled
+
+
 def test_it_is_too_late_for_a_task_that_a_dispatcher_has_taken(store: Store) -> None:
     add(store, 1, wait_us=-1)
     taken = store.take()

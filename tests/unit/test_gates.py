@@ -95,9 +95,10 @@ def test_a_task_that_waited_in_the_broker_waits_while_the_store_is_away() -> Non
 
 def test_the_order_of_the_gates() -> None:
     """An early task asks no store; a task that will not run takes no turn, claim or lock."""
-    names = ("revoked", "scheduling", "rated", "once", "unique")
+    names = ("revoked", "scheduling", "holding", "rated", "once", "unique")
     given: dict[str, Any] = {name: lambda _, name=name: name for name in names}
     passed = gates(DelaySettings(), **given)
     order = [next((name for name in names if given[name] is gate), gate) for gate in passed]
-    assert order == [early, "revoked", "scheduling", cancelled, expired, "rated", "once", "unique"]
+    ours = [early, "revoked", "scheduling", cancelled, expired]
+    assert order == [*ours, "holding", "rated", "once", "unique"]
     assert gates(DelaySettings(), once=given["once"]) == (early, cancelled, expired, given["once"])

@@ -1,13 +1,15 @@
-"""Plain words, as far as a machine can judge them: docstrings, the docs, the glossary."""
+"""Plain words, as far as a machine can judge them; and each promise of the docs has its test."""
 
 from __future__ import annotations
 
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import celery_native_delay
+from scripts.promises import functions_of, headings, pages, promises
 
 PACKAGE = Path(celery_native_delay.__file__).parent
 ROOT = Path(__file__).parents[2]
@@ -104,3 +106,19 @@ def test_the_glossary_has_few_words_each_once() -> None:
     defined = [match[1] for match in found if match]
     assert 5 < len(defined) < 15
     assert sorted(defined) == sorted(set(defined))
+
+
+def test_every_section_of_guarantees_and_guides_has_a_promise() -> None:
+    told = {(page, heading) for page, heading, _, _ in promises()}
+    written = {(page, heading) for page in pages() for heading in headings(page)}
+    assert sorted(written - told) == [], "add these to tests/promises.toml"
+    assert sorted(told - written) == [], "these are no headings any more"
+
+
+def test_every_promise_is_held_by_tests_that_exist() -> None:
+    known = cache(functions_of)
+    for page, heading, promise, tests in promises():
+        assert tests or not promise, (page, heading)
+        for test in tests:
+            module, name = test.split("::")
+            assert name in known(module), test
