@@ -35,6 +35,7 @@ from celery_native_delay.settings import setting_names
 from celery_native_delay.testing import PrivateRedis, require_rabbitmq, require_redis
 from example_project.private_sqs import private_sqs, require_sqs
 from pytest_celery_native_delay import installed
+from tests.brokers import on_one_version
 from tests.documents import EXAMPLES, PAGES, ROOT, Example, code_beside, only, shown
 from tests.processes import processes_of
 from tests.waiting import PATIENCE_SECONDS, wait_until
@@ -89,6 +90,7 @@ def declare_levels(url: str) -> None:
         connection.default_channel.delays.prepare()
 
 
+@on_one_version
 @shown("celery")
 def test_the_celery_example_is_an_app_whose_delayed_tasks_wait(
     example: Example, vhost_url: str
@@ -105,6 +107,7 @@ def test_the_celery_example_is_an_app_whose_delayed_tasks_wait(
     assert message.headers["task"] == "shop.remind"
 
 
+@on_one_version
 @pytest.mark.ci
 @shown("kombu")
 def test_the_kombu_example_publishes_a_message_that_waits(example: Example, vhost_url: str) -> None:
@@ -343,6 +346,7 @@ def test_transactions_of_sqlalchemy_work_as_shown(tmp_path: Path) -> None:
     engine.dispose()
 
 
+@on_one_version
 @pytest.mark.ci
 def test_the_bulk_example_sends_tasks_that_wait(
     vhost_url: str, capsys: pytest.CaptureFixture[str]

@@ -30,7 +30,6 @@ from tests.waiting import SLOWNESS, wait_until
 
 BROKERS = [
     pytest.param(ON_SYSTEM.id, marks=pytest.mark.rabbitmq),
-    in_ci("rabbitmq-4.3"),
     pytest.param("redis", marks=pytest.mark.redis),
     "filesystem",
     in_ci("sqs"),

@@ -78,6 +78,7 @@ def test_a_refusal_that_arrives_during_a_declare_is_in_the_result(mortal_url: st
     assert (len(batch.result.refused), batch.result.confirmed) == (1, 1)
 
 
+@on_one_version
 def test_no_more_than_the_window_is_unconfirmed(vhost_url: str) -> None:
     most = 0
     with bulk(make_app(vhost_url), window=7) as batch:
@@ -111,6 +112,7 @@ def test_tasks_that_a_full_level_queue_refuses_are_reported(
     assert {message.routing_key for message in found} == {"plain"}
 
 
+@on_one_version
 @pytest.mark.parametrize("with_exchanges", [True, False])
 def test_levels_that_are_deleted_under_a_batch_are_declared_again(
     vhost_url: str, rabbitmq: PrivateRabbitMQ, with_exchanges: bool
