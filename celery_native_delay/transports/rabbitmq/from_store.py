@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Mapping, Sequence
-from itertools import islice
+from collections.abc import Sequence
 from secrets import token_hex
 from time import monotonic
 from typing import Any
 
 import amqp
-from amqp.exceptions import ChannelError, FrameSyntaxError
 
 from ...errors import errors_ignored
 from ...message import HEADER
 from ...store.entry import StoreEntry
 from ..interface import Wait
 from ..moving import expires_ms_of
-from .address import is_nameable
-from .channels import OwnChannel, Publication, WindowChannel
-from .template import FramedPublication
+from .channels import Publication
+from .delivering import UNENCODABLE, Deliverer
 from .wrapping import COUNTED_BY_THE_QUEUE, keep_user_id
-
-_NO_ROUTE = "no queue is bound for it (NO_ROUTE)"
-_NACKED = "the broker refused it (basic.nack)"
-
-#: Messages that one write to the socket sends.
-_AT_ONCE = 100
-
-#: What py-amqp raises for values that AMQP does not have, such as an integer of 65 bits.
-_UNENCODABLE = (FrameSyntaxError, struct.error, TypeError, ValueError)
 
 
 def entry_of(
@@ -73,7 +60,7 @@ def entry_of_wait(wait: Wait) -> StoreEntry:
 
 
 class RowPublisher:
-    """Publishes due messages, a batch at a time, and waits for the broker's confirms."""
+    """Publishes due rows on a connection of its own."""
 
     def __init__(self, connection: Any, *, timeout_seconds: float) -> None:
         """*connection* is a kombu connection, which this object closes."""
@@ -82,11 +69,7 @@ class RowPublisher:
         # One attempt for each URL, because the dispatcher makes the pauses between attempts.
         tries = len(connection.alt) or 1
         connection.ensure_connection(max_retries=tries, interval_start=0, interval_step=0)
-        self._connection = connection.connection
-        self._user = str(self._connection.client.userid or "guest")
-        self._channel: WindowChannel | None = None
-        #: Exchanges that were there at the last look, since the channel was last closed.
-        self._exchanges: set[str] = set()
+        self._deliverer = Deliverer(connection.connection)
         self._lost = (OSError, *connection.connection_errors)
         self._lost_by: BaseException | None = None
 
@@ -95,102 +78,29 @@ class RowPublisher:
             self._kombus.close()
 
     def publish(self, entries: Sequence[StoreEntry]) -> dict[int, str | None]:
+        if self._lost_by is not None:
+            raise self._lost_by
         deadline = monotonic() + self._timeout_seconds
         outcomes: dict[int, str | None] = {}
-        waiting: dict[int, Publication] = {}
+        due: dict[int, Publication] = {}
         for at, entry in enumerate(entries):
             try:
-                publication = self._publication(entry)
-                reason = self._reason_against(publication.exchange)
-            except _UNENCODABLE as exc:
-                reason = f"{type(exc).__name__}: {exc}"
-            if reason is None:
-                waiting[at] = publication
-            else:
-                outcomes[at] = reason
+                due[at] = self._publication(entry)
+            except UNENCODABLE as exc:
+                outcomes[at] = f"{type(exc).__name__}: {exc}"
         try:
-            if self._send(waiting, outcomes, deadline):
-                return outcomes
-            # The broker refused a message by closing the channel: find out which.
-            for at, publication in waiting.items():
-                if at not in outcomes:
-                    self._send({at: publication}, outcomes, deadline)
+            self._deliverer.deliver(due, outcomes, deadline=deadline)
         except self._lost as exc:
             self._lost_by = exc
             if not outcomes:
                 raise
         return outcomes
 
-    def _reason_against(self, exchange: str) -> str | None:
-        """Return why the broker refuses all messages for an exchange; None if it exists.
-
-        A publish to a missing exchange would close the channel, and leave the messages before it in
-        doubt.
-        """
-        if not exchange or exchange in self._exchanges:
-            return None
-        if not is_nameable(exchange, self._connection.virtual_host, self._user):
-            return "RabbitMQ cannot quote the exchange's long name in an error"
-        channel = OwnChannel(self._connection)
-        try:
-            channel.exchange_declare(exchange, "", passive=True)
-        except ChannelError as exc:
-            return str(exc.reply_text)
-        channel.close()
-        self._exchanges.add(exchange)
-        return None
-
     def _publication(self, entry: StoreEntry) -> Publication:
         properties = entry.told()
-        keep_user_id(properties, properties["application_headers"][HEADER], self._user)
+        header = properties["application_headers"][HEADER]
+        keep_user_id(properties, header, self._deliverer.user)
         message = amqp.Message(entry.body, **properties)
         if entry.queue is not None:
             return Publication(message, "", entry.queue)
         return Publication(message, entry.exchange, entry.routing_key)
-
-    def _send(
-        self, messages: Mapping[int, Publication], outcomes: dict[int, str | None], deadline: float
-    ) -> bool:
-        """Send messages, and note their outcomes; return False if the broker closed the channel.
-
-        Raises an error of the connection, also if no confirm came before *deadline*.
-        """
-        channel = self._open()
-        sent: dict[int, FramedPublication] = {}
-        encoded_for = channel.channel_id, self._connection.frame_max
-        try:
-            for start in range(0, len(messages), _AT_ONCE):
-                some: dict[int, FramedPublication] = {}
-                for at, publication in islice(messages.items(), start, start + _AT_ONCE):
-                    framed = FramedPublication(publication, publication[1:3])
-                    try:
-                        framed.encode(*encoded_for)
-                    except _UNENCODABLE as exc:
-                        outcomes[at] = f"{type(exc).__name__}: {exc}"
-                        continue
-                    some[at] = framed
-                sent |= some
-                channel.send_all(list(some.values()))
-                channel.read_ready()
-            channel.read_down_to(0, deadline=deadline)
-        except ChannelError as exc:
-            self._channel = None
-            self._exchanges.clear()
-            if len(messages) == 1:
-                outcomes |= dict.fromkeys(messages, str(exc.reply_text))
-            return False
-        finally:
-            in_doubt = {id(each) for each in channel.unconfirmed}
-            reasons = {id(each): _NO_ROUTE for each in channel.take_returned()}
-            reasons |= {id(each): _NACKED for each in channel.take_nacked()}
-            for at, framed in sent.items():
-                if id(framed) not in in_doubt:
-                    outcomes[at] = reasons.get(id(framed))
-        return True
-
-    def _open(self) -> WindowChannel:
-        if self._lost_by is not None:
-            raise self._lost_by
-        if self._channel is None or self._channel.connection is None:
-            self._channel = WindowChannel(self._connection)
-        return self._channel

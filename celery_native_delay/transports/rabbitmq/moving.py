@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from time import time_ns
+from time import monotonic, time_ns
 from typing import Any
 
 import amqp
@@ -22,9 +22,10 @@ from ...records.publishing import RecordedPublish
 from ...settings import DelaySettings
 from ...store.entry import StoreEntry
 from ..moving import Found, Moving, MovingPart, Reach, Source
-from .channels import OwnChannel, Publication, WindowChannel, received
+from .channels import OwnChannel, Publication, received
 from .declaring import permissions_explained
 from .delays import RabbitDelays
+from .delivering import Deliverer
 from .elsewhere import (
     CelerysLevels,
     celerys_levels,
@@ -116,7 +117,7 @@ class RabbitMQMovingPart(MovingPart):
         self._topology = self._delays.topology
         store = channel.store
         self.name: str = self._topology.name if store is None else store.where
-        self._plain: WindowChannel | None = None
+        self._deliverer = Deliverer(self._delays.connection)
 
     # --- into our levels -----------------------------------------------------------------
 
@@ -171,19 +172,11 @@ class RabbitMQMovingPart(MovingPart):
         if delayed.queue is not None:
             where = "", delayed.queue
         publication = Publication(amqp.Message(moving.body, **moving.properties), *where)
-        channel = self._plain = self._plain or WindowChannel(self._delays.connection)
-        try:
-            channel.send(publication)
-            channel.wait_all(timeout_seconds=self._settings.confirm_timeout_seconds)
-        except NotFound as exc:
-            self._plain = None  # RabbitMQ has closed the channel
-            raise CannotDelay(f"there is no exchange {delayed.exchange!r}") from exc
-        except MessageNacked as exc:
-            raise CannotDelay(str(exc)) from exc
-        if channel.take_returned():
-            raise CannotDelay(
-                f"no queue is bound to the exchange {where[0]!r} with the routing key {where[1]!r}"
-            )
+        outcomes: dict[int, str | None] = {}
+        limit_seconds = self._settings.confirm_timeout_seconds
+        self._deliverer.deliver({0: publication}, outcomes, deadline=monotonic() + limit_seconds)
+        if outcomes[0] is not None:
+            raise CannotDelay(f"exchange {where[0]!r}, routing key {where[1]!r}: {outcomes[0]}")
 
     # --- sources -------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
@@ -11,18 +10,17 @@ from time import time_ns
 from typing import Any
 
 import amqp
-from amqp.exceptions import AccessRefused, ChannelError, NotFound, ResourceLocked
+from amqp.exceptions import AccessRefused, ChannelError, MessageNacked, NotFound, ResourceLocked
 
 from ...errors import CannotDelay, DelayTooLong
 from ...keyed.record import HEADER as KEY
 from ...message import HEADER, Delayed, cancel
 from ..interface import Rescue
 from .address import queue_of_address
-from .channels import Nacked, OwnChannel, Publication, WindowChannel, received
+from .channels import OwnChannel, Publication, received
 from .delays import RabbitDelays
+from .delivering import Deliverer
 from .wrapping import COUNTED_BY_THE_QUEUE, keep_user_id, unwrap
-
-logger = logging.getLogger(__name__)
 
 #: How many messages are confirmed together.
 BATCH = 100
@@ -70,9 +68,8 @@ class Parked:
 @dataclass
 class _RescueState:
     delays: RabbitDelays
-    publisher: WindowChannel
+    deliverer: Deliverer
     outcome: Rescue = field(default_factory=Rescue)
-    exchanges: dict[str, bool] = field(default_factory=dict)
     unwanted: set[tuple[str, str]] = field(default_factory=set)
     redeclared: bool = False
 
@@ -94,7 +91,7 @@ def rescue(delays: RabbitDelays) -> Rescue | None:
     # return. The publish comes before the ack of the old copy, so a crash may leave two copies.
     try:
         with _lock(delays), closing(_Arrivals(delays)) as arrivals:
-            work = _RescueState(delays, WindowChannel(delays.connection))
+            work = _RescueState(delays, Deliverer(delays.connection))
             while (
                 parked > 0
                 and work.outcome.still_parked < UNWANTED
@@ -103,7 +100,7 @@ def rescue(delays: RabbitDelays) -> Rescue | None:
                 parked -= len(batch)
                 _rescue_batch(work, [_parked(message) for message in batch])
                 arrivals.settle(batch)
-            work.publisher.close()
+            work.deliverer.close()
             return work.outcome
     except ResourceLocked:
         return None
@@ -164,11 +161,10 @@ def _parked(message: amqp.Message) -> Parked:
 def _rescue_batch(work: _RescueState, batch: list[Parked]) -> None:
     now_ms = time_ns() // 1_000_000
     stay: list[Parked] = []
-    # Several copies may have one delivery id, because the broker or a retry may double a message.
-    sent: dict[str, list[tuple[Parked, tuple[str, str]]]] = {}
+    due: dict[int, Publication] = {}
     waiting: list[Parked] = []
     with work.delays.one_confirm() as failed:
-        for parked in batch:
+        for at, parked in enumerate(batch):
             delayed = parked.delayed
             if delayed is None:
                 stay.append(parked)
@@ -176,40 +172,33 @@ def _rescue_batch(work: _RescueState, batch: list[Parked]) -> None:
             destination = parked.destination(delayed)
             if parked.expires_ms is not None and parked.expires_ms <= now_ms:
                 work.outcome.expired += 1
-            elif not _exists(work, destination[0]) or destination in work.unwanted:
+            elif destination in work.unwanted:
                 stay.append(parked)
             elif delayed.due_us > now_ms * 1000:
                 try:
                     _wait_again(work, parked, delayed)
                     waiting.append(parked)
-                except DelayTooLong:
+                except (CannotDelay, DelayTooLong, NotFound):
                     stay.append(parked)
             else:
-                _publish_original(work, parked, delayed, destination, now_ms)
-                sent.setdefault(delayed.delivery_id, []).append((parked, destination))
-    undelivered = []
-    try:
-        work.publisher.wait_all()
-    except Nacked as exc:  # by a full queue
-        undelivered = exc.nacked
-    for publication in [*undelivered, *work.publisher.take_returned()]:
-        copies = sent[publication.message.headers[HEADER]["id"]]
-        to = publication.exchange, publication.routing_key
-        parked, destination = next(copy for copy in copies if copy[1] == to)
-        copies.remove((parked, destination))
-        work.unwanted.add(destination)
-        stay.append(parked)
+                message = _original(parked, delayed, work.deliverer.user, now_ms)
+                due[at] = Publication(message, *destination)
+    outcomes: dict[int, str | None] = {}
+    work.deliverer.deliver(due, outcomes)
+    refused = [at for at, reason in outcomes.items() if reason is not None]
+    work.unwanted.update((due[at].exchange, due[at].routing_key) for at in refused)
+    stay += [batch[at] for at in refused]
     nacked = [each for each in waiting if each.delayed and each.delayed.delivery_id in failed]
     stay += nacked
     work.outcome.waiting_again += len(waiting) - len(nacked)
-    work.outcome.delivered += sum(map(len, sent.values()))
+    work.outcome.delivered += len(due) - len(refused)
     work.outcome.still_parked += len(stay)
-    for parked in stay:
-        message = _as_parked(parked, work.delays.declarer.user)
-        work.publisher.send(
-            Publication(message, "", work.delays.topology.parking_queue, mandatory=False)
-        )
-    work.publisher.wait_all()
+    parking = "", work.delays.topology.parking_queue
+    back = [Publication(_as_parked(each, work.deliverer.user), *parking) for each in stay]
+    outcomes = {}
+    work.deliverer.deliver(dict(enumerate(back)), outcomes)
+    if any(outcomes.values()):
+        raise MessageNacked(f"{parking[1]}: {outcomes}")
 
 
 def _as_parked(parked: Parked, user: str) -> amqp.Message:
@@ -240,12 +229,11 @@ def _wait_again(work: _RescueState, parked: Parked, delayed: Delayed) -> None:
     work.delays.put_back(amqp.Message(parked.message.body, **parked.properties), delayed)
 
 
-def _publish_original(
-    work: _RescueState, parked: Parked, delayed: Delayed, destination: tuple[str, str], now_ms: int
-) -> None:
+def _original(parked: Parked, delayed: Delayed, user: str, now_ms: int) -> amqp.Message:
+    """Return the due message as it was published, with this package's header."""
     properties = dict(parked.properties)
     header = dict(parked.message.headers[HEADER])
-    keep_user_id(properties, header, work.delays.declarer.user)
+    keep_user_id(properties, header, user)
     headers = {**properties["application_headers"], HEADER: header}
     if delayed.cancelled:
         cancel(headers, header)
@@ -253,23 +241,7 @@ def _publish_original(
     properties.pop("expiration", None)
     if parked.expires_ms is not None:
         properties["expiration"] = str(parked.expires_ms - now_ms)
-    message = amqp.Message(parked.message.body, **properties)
-    work.publisher.send(Publication(message, *destination))
-
-
-def _exists(work: _RescueState, exchange: str) -> bool:
-    """Return True if the exchange exists, or if RabbitMQ refuses the check."""
-    # A publish to a missing exchange would close the channel.
-    if exchange and exchange not in work.exchanges:
-        work.exchanges[exchange] = True
-        try:
-            work.delays.declarer.check_name(exchange)
-            work.delays.declarer.look_for_exchange(exchange)
-        except (CannotDelay, NotFound):
-            work.exchanges[exchange] = False
-        except AccessRefused:
-            logger.debug("may not ask for exchange %r: assuming that it exists", exchange)
-    return work.exchanges.get(exchange, True)
+    return amqp.Message(parked.message.body, **properties)
 
 
 class _Arrivals:
