@@ -13,8 +13,8 @@ from celery_native_delay.message import Delayed
 from celery_native_delay.settings import DelaySettings
 from celery_native_delay.transports.moving import Found, Moving, Reach, Stays
 from celery_native_delay.transports.rabbitmq.elsewhere import (
-    CelerysLevels,
     celerys_levels,
+    celerys_queues,
     deliveries_of,
     read_celerys,
     read_ours,
@@ -67,22 +67,20 @@ def moving(found: Found) -> Moving:
 )
 @pytest.mark.parametrize("prefix", ["", "eu", "shop_eu"])
 def test_the_names_of_celerys_levels_are_kombus(prefix: str) -> None:
-    levels = CelerysLevels(prefix)
-    assert levels.queues[0] == celerys.level_name(27, prefix)
-    assert levels.queues[-1] == celerys.level_name(0, prefix)
-    assert levels.delivery_exchange == celerys._celery_delayed_delivery_exchange(prefix)
-    assert celerys_levels([*levels.queues, levels.delivery_exchange, "celery"]) == [levels]
+    queues = [celerys.level_name(number, prefix) for number in reversed(range(28))]
+    delivery = celerys._celery_delayed_delivery_exchange(prefix)
+    (levels,) = celerys_levels([*queues, delivery, "celery"])
+    assert celerys_queues(levels) == queues
 
 
 def test_the_names_without_a_prefix_are_the_same_in_every_kombu() -> None:
-    levels = CelerysLevels("")
-    assert levels.queues[0] == celerys.level_name(27)
-    assert levels.delivery_exchange == celerys.CELERY_DELAYED_DELIVERY_EXCHANGE
+    queues = [celerys.level_name(number) for number in reversed(range(28))]
+    assert celerys_queues("celery_delayed_") == queues
 
 
 def test_only_celerys_levels_are_found_with_every_prefix() -> None:
     names = ["celery_delayed_0", "eu_celery_delayed_27", "celery_delayed_28", "celery_delayed_x"]
-    assert celerys_levels(names) == [CelerysLevels(), CelerysLevels("eu")]
+    assert celerys_levels(names) == ["celery_delayed_", "eu_celery_delayed_"]
     assert celerys_levels(["celery_delay.v1.31x125ms.f12.quorum.level-00"]) == []
 
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from secrets import token_hex
-from threading import local
 from time import time_ns
 from typing import Any
 
@@ -18,7 +17,7 @@ from amqp.exceptions import (
 )
 
 from ...due_time import check_due, units_until
-from ...errors import CannotDelay, NativeDelayError, NotConfirmed, TopologyMismatch
+from ...errors import CannotDelay, NativeDelayError, TopologyMismatch
 from ...message import HEADER, Delayed
 from ...settings import DelaySettings
 from ...store.interface import Store
@@ -32,10 +31,9 @@ from .routes import Routes
 from .topology import Topology
 from .wrapping import COUNTED_BY_THE_QUEUE, wrap
 
-#: The ``publish_call`` and delivery id of this thread's last failed publish. kombu's retry makes a
-#: new message, which must keep the delivery id. Only the dict of properties, which each call of
-#: ``Producer.publish`` makes anew, tells a retry from the next message.
-_failed = local()
+#: Where the properties of one call of ``Producer.publish`` keep the delivery id until its confirm.
+#: kombu's retry makes another message of the same dict, and this must keep the delivery id.
+_DELIVERY_ID = "native_delay_id"
 
 
 class RabbitDelays:
@@ -103,30 +101,21 @@ class RabbitDelays:
         """Publish a delayed message; return False, without publishing, if the message is due."""
         confirmed = self.settings.confirm_publish
         limit_seconds = timeout_seconds or self.settings.confirm_timeout_seconds
-        call = getattr(publication.message, "publish_call", None)
-        call = publication.message if call is None else call
-        failed_call, delivery_id = getattr(_failed, "publish", None) or (None, "")
-        if failed_call is not call:
-            if not self.units(due_us, now_us=time_ns() // 1000):
-                return False  # the message is due, and was not sent
-            delivery_id = token_hex(16)
-        _failed.publish = (call, delivery_id)
-        with self._answers_within(limit_seconds):
-            sent = self.into_levels(publication, due_us=due_us, delivery_id=delivery_id)
-        if sent is publication and not confirmed:
+        call = getattr(publication.message, "publish_call", publication.message.properties)
+        if _DELIVERY_ID not in call and not self.units(due_us, now_us=time_ns() // 1000):
             return False
-        try:
+        delivery_id = call.setdefault(_DELIVERY_ID, token_hex(16))
+        with self._answers_within(limit_seconds):
+            waiting = self.into_levels(publication, due_us=due_us, delivery_id=delivery_id)
+        if waiting is not None or confirmed:
             self._send(
-                sent,
+                waiting or publication,  # which became due since the first attempt
                 confirmed=confirmed,
                 timeout_seconds=limit_seconds if confirmed else timeout_seconds,
                 confirm_timeout_seconds=confirm_timeout_seconds,
             )
-        except NotConfirmed:
-            _failed.publish = None  # kombu does not try again
-            raise
-        _failed.publish = None
-        return True
+        del call[_DELIVERY_ID]
+        return waiting is not None or confirmed
 
     @contextmanager
     def _answers_within(self, seconds: float) -> Iterator[None]:
@@ -148,25 +137,21 @@ class RabbitDelays:
 
     def into_levels(
         self, publication: Publication, *, due_us: int, delivery_id: str | None = None
-    ) -> Publication:
-        """Return the message with a delay queue as destination; return a due message unchanged."""
+    ) -> Publication | None:
+        """Return the message with a delay queue as destination; None if it is due.
+
+        Declares what the message needs on its way.
+        """
         if not self.units(due_us, now_us=time_ns() // 1000):
-            return publication
+            return None
         message, exchange, routing_key, _ = publication
-        message = _in_bytes(message)
-        is_declared = not exchange and self._declared_queues.get(routing_key) == self.mirror.version
-        if not (is_declared and self.preparation.is_ready):
-            self._declare_for(exchange, routing_key)
-        landing = exchange != "" and self.routes.needs_landing(exchange, routing_key)
-        # The delay is computed after declaring, because declaring may take a second.
-        now_us = time_ns() // 1000
-        units = self.units(due_us, now_us=now_us)
-        if not units:
-            return publication
         delayed = Delayed(delivery_id or token_hex(16), due_us, exchange, routing_key)
-        return self._wrapped(message, delayed, now_us=now_us, units=units, landing=landing)
+        return self._wrapped(_in_bytes(message), delayed)
 
     def _declare_for(self, exchange: str, routing_key: str) -> None:
+        version = self._declared_queues.get(routing_key)
+        if not exchange and version == self.mirror.version and self.preparation.is_ready:
+            return
         self.declarer.check_name(exchange or routing_key)
         if not exchange:  # the routing key is the name of a queue
             self.mirror.queue_bound_once(routing_key)
@@ -177,43 +162,14 @@ class RabbitDelays:
 
     # --- putting back --------------------------------------------------------------------
 
-    def put_back(
-        self,
-        message: amqp.Message,
-        delayed: Delayed,
-        *,
-        confirm_timeout_seconds: float | None = None,
-    ) -> None:
+    def put_back(self, message: amqp.Message, delayed: Delayed) -> None:
         """Publish a received message again, so that the message waits until the due time."""
-        exchange, routing_key, queue = delayed.exchange, delayed.routing_key, delayed.queue
-        self.declarer.check_name(queue or exchange or routing_key)
-        if queue is not None or not exchange:
-            self.mirror.queue_bound_once(routing_key if queue is None else queue)
-        self.preparation.prepare()
-        landing = (
-            queue is None and exchange != "" and self.routes.needs_landing(exchange, routing_key)
-        )
-        now_us = time_ns() // 1000
-        units = units_until(
-            delayed.due_us, now_us=now_us, resolution_ms=self.topology.resolution_ms
-        )
-        units = min(max(units, 1), self.topology.max_units)
         headers = message.properties.get("application_headers") or {}
         own = {name: headers[name] for name in headers if name not in COUNTED_BY_THE_QUEUE}
         message = amqp.Message(message.body, **{**message.properties, "application_headers": own})
-        publication = self._wrapped(
-            message,
-            delayed,
-            now_us=now_us,
-            units=units,
-            landing=landing,
-            user=self.declarer.user,
-        )
-        self._send(
-            publication,
-            confirmed=True,
-            timeout_seconds=confirm_timeout_seconds,
-        )
+        publication = self._wrapped(message, delayed, user=self.declarer.user)
+        assert publication is not None
+        self._send(publication, confirmed=True)
 
     @contextmanager
     def one_confirm(self) -> Iterator[set[str]]:
@@ -237,17 +193,24 @@ class RabbitDelays:
             self._in_batch = False
 
     def _wrapped(
-        self,
-        message: amqp.Message,
-        delayed: Delayed,
-        *,
-        now_us: int,
-        units: int,
-        landing: bool,
-        user: str | None = None,
-    ) -> Publication:
-        """Add this package's header, routing key and expiration to a delayed message."""
+        self, message: amqp.Message, delayed: Delayed, *, user: str | None = None
+    ) -> Publication | None:
+        """Add this package's header, routing key and expiration to a delayed message.
+
+        Returns None if the message is due. If *user* puts the message back, it waits anyway.
+        """
         topology = self.topology
+        exchange, routing_key = delayed.exchange, delayed.routing_key
+        if delayed.queue is not None:
+            exchange, routing_key = "", delayed.queue
+        self._declare_for(exchange, routing_key)
+        landing = self.routes.prepare(exchange, routing_key)
+        # The delay is computed after declaring, because declaring may take a second.
+        now_us = time_ns() // 1000
+        units = units_until(delayed.due_us, now_us=now_us, resolution_ms=topology.resolution_ms)
+        if not units and user is None:
+            return None
+        units = min(max(units, 1), topology.max_units)
         properties = wrap(
             message.properties,
             delayed,
@@ -259,9 +222,6 @@ class RabbitDelays:
         # the worker puts it back again.
         remaining_us = min(delayed.due_us - now_us, units * topology.resolution_ms * 1000)
         properties["expiration"] = str(topology.first_ttl_ms(units, remaining_us=remaining_us))
-        exchange, routing_key = delayed.exchange, delayed.routing_key
-        if delayed.queue is not None:
-            exchange, routing_key = "", delayed.queue
         if landing:
             if topology.collides(routing_key):
                 raise CannotDelay(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from secrets import token_hex
 from typing import Any
 
@@ -19,38 +18,20 @@ from .wrapping import unwrap, without_deaths
 #: The number of Celery's own delay queues. Queue *n* has a TTL of 2**n seconds.
 CELERYS_BITS = 28
 
-_CELERYS = re.compile(r"(?:(.+)_)?celery_delayed_(\d|1\d|2[0-7])")
+_CELERYS = re.compile(r"((?:.+_)?celery_delayed_)(\d|1\d|2[0-7])")
 
 
-@dataclass(frozen=True)
-class CelerysLevels:
-    """The names of Celery's own delay queues, which may have a prefix."""
+def celerys_levels(names: Iterable[str]) -> list[str]:
+    """Find Celery's delay queues in a list of queue names; return what is before their numbers.
 
-    prefix: str = ""
-
-    @property
-    def name(self) -> str:
-        return f"{self._beginning}celery_delayed_*"
-
-    @property
-    def delivery_exchange(self) -> str:
-        return f"{self._beginning}celery_delayed_delivery"
-
-    @property
-    def queues(self) -> list[str]:
-        """Return the names of Celery's delay queues, longest TTL first."""
-        numbers = reversed(range(CELERYS_BITS))
-        return [f"{self._beginning}celery_delayed_{number}" for number in numbers]
-
-    @property
-    def _beginning(self) -> str:
-        return f"{self.prefix}_" if self.prefix else ""
+    That is ``celery_delayed_``, which may have a prefix.
+    """
+    return sorted({match[1] for match in map(_CELERYS.fullmatch, names) if match})
 
 
-def celerys_levels(names: Iterable[str]) -> list[CelerysLevels]:
-    """Find the name prefixes of Celery's delay queues in a list of queue names."""
-    matches = map(_CELERYS.fullmatch, names)
-    return [CelerysLevels(prefix) for prefix in sorted({m[1] or "" for m in matches if m})]
+def celerys_queues(levels: str) -> list[str]:
+    """Return the names of Celery's delay queues, longest TTL first."""
+    return [f"{levels}{number}" for number in reversed(range(CELERYS_BITS))]
 
 
 def is_celerys_level(name: str) -> bool:
@@ -126,7 +107,9 @@ def _nowhere(routing_key: str, exchanges: list[str]) -> str:
 # ---- levels of ours of another namespace -------------------------------------------------------
 
 
-def read_ours(body: bytes, properties: Mapping[str, Any], info: Mapping[str, Any]) -> Found:
+def read_ours(
+    body: bytes, properties: Mapping[str, Any], info: Mapping[str, Any], *, now_us: int = 0
+) -> Found:
     """Convert a message from this package's delay queue to Moving, or to Stays with the reason.
 
     *info* is the message's delivery info.

@@ -156,7 +156,7 @@ def _compare(
 def _celerys_levels(api: ManagementAPI) -> Iterator[Finding]:
     """Find delay queues of Celery's own delayed delivery."""
     for levels in celerys_levels(api.names("queues", containing="celery_delayed_")):
-        problem = f"{levels.name}: delay queues of Celery's own delayed delivery"
+        problem = f"{levels}*: delay queues of Celery's own delayed delivery"
         way_out = (
             "move their messages with `celery -A PROJ delay migrate --from celery`, and delete the "
             "empty queues in RabbitMQ"

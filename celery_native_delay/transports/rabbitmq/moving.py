@@ -27,8 +27,8 @@ from .declaring import permissions_explained
 from .delays import RabbitDelays
 from .delivering import Deliverer
 from .elsewhere import (
-    CelerysLevels,
     celerys_levels,
+    celerys_queues,
     deliveries_of,
     read_celerys,
     read_ours,
@@ -97,16 +97,10 @@ class QueueSource(Source):
             return self._delays.declarer.depth(queue) or 0
 
 
-class SetSource(QueueSource):
-    """Reads the waiting messages of all delay queues with one name prefix."""
-
-    def __init__(self, delays: RabbitDelays, topology: Topology) -> None:
-        # The longest TTL comes first: a message that moves to a shorter one is found later.
-        queues = [hop.queue for hop in reversed(topology.level_queues)]
-        super().__init__(delays, topology.name, queues, self._read_set)
-
-    def _read_set(self, *message: Any, **_: Any) -> Found:
-        return read_ours(*message)
+def _levels_source(delays: RabbitDelays, topology: Topology) -> QueueSource:
+    # The longest TTL comes first: a message that moves to a shorter one is found later.
+    queues = [hop.queue for hop in reversed(topology.level_queues)]
+    return QueueSource(delays, topology.name, queues, read_ours)
 
 
 class RabbitMQMovingPart(MovingPart):
@@ -181,7 +175,7 @@ class RabbitMQMovingPart(MovingPart):
     # --- sources -------------------------------------------------------------------------
 
     def own_sources(self) -> list[Source]:
-        return [SetSource(self._delays, self._topology)]
+        return [_levels_source(self._delays, self._topology)]
 
     def sources(self, what: str | None, reaches: Sequence[Reach]) -> list[Source]:
         kind, _, name = (what or "").partition(":")
@@ -192,7 +186,7 @@ class RabbitMQMovingPart(MovingPart):
                 return self._celerys(name, reaches)
             case "namespace" if name not in ("", self._settings.namespace):
                 there = replace(self._settings, namespace=name)
-                return [SetSource(self._delays, Topology(there))]
+                return [_levels_source(self._delays, Topology(there))]
             case "broker" if self._channel.store is not None:
                 return self.own_sources()
         raise UnsupportedBroker(
@@ -201,12 +195,15 @@ class RabbitMQMovingPart(MovingPart):
         )
 
     def _celerys(self, prefix: str, reaches: Sequence[Reach]) -> list[Source]:
-        found = [CelerysLevels(prefix)]
+        found = [f"{prefix}_celery_delayed_" if prefix else "celery_delayed_"]
         if not prefix:
             with suppress(ManagementUnavailable):
                 found = celerys_levels(self._api.names("queues", containing="celery_delayed_"))
         read = partial(read_celerys, reaches=reaches)
-        return [QueueSource(self._delays, levels.name, levels.queues, read) for levels in found]
+        return [
+            QueueSource(self._delays, f"{levels}*", celerys_queues(levels), read)
+            for levels in found
+        ]
 
     @property
     def _api(self) -> ManagementAPI:

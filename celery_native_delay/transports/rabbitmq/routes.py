@@ -59,11 +59,13 @@ class Routes:
         self._landings: dict[str, bool] = {}
         self._version = mirror.version
 
-    def needs_landing(self, exchange: str, routing_key: str) -> bool:
-        """Return True if due messages reach *exchange* through a landing queue; declare the queue.
+    def prepare(self, exchange: str, routing_key: str) -> bool:
+        """Prepare the way of due messages; return True if it leads through a landing queue.
 
         A landing queue dead-letters due messages to *exchange*.
         """
+        if not exchange:
+            return False
         if self._version != self._mirror.version:
             self.forget()
         known = self._known.get(exchange)
@@ -80,7 +82,7 @@ class Routes:
         if self._mirror.reaches(exchange, routing_key):
             remember(self._reached, (exchange, routing_key), None)
             return False
-        return not known.mirrored and self._has_landing(exchange)
+        return not known.mirrored and self._declare_landing(exchange)
 
     def forget(self) -> None:
         """Clear the cache, because an exchange may have changed."""
@@ -135,7 +137,7 @@ class Routes:
         )
 
     def _require_landing(self, exchange: str) -> None:
-        if self._has_landing(exchange):
+        if self._declare_landing(exchange):
             return
         if not self._topology.settings.declare:
             del self._landings[exchange]  # to ask for it again next time
@@ -144,7 +146,7 @@ class Routes:
         with refusals_explained(self._topology):
             self._declarer.apply(landing_declarations(self._topology, exchange))
 
-    def _has_landing(self, exchange: str) -> bool:
+    def _declare_landing(self, exchange: str) -> bool:
         if exchange in self._landings:
             return self._landings[exchange]
         landing = self._topology.landing_queue(exchange)

@@ -160,7 +160,8 @@ class Channel(StoringChannel, pyamqp.Channel):  # type: ignore[misc]
         message = super().prepare_message(
             body, priority, content_type, content_encoding, headers, properties, **kwargs
         )
-        message.publish_call = properties
+        if properties is not None:
+            message.publish_call = properties
         return message
 
     # --- the user's declarations, noted by the mirror ------------------------------------
@@ -269,7 +270,7 @@ class BulkChannel(Channel):
             self.collected.append(StoredMessage(Row.of(entry), joined=self.joins(headers)))
             return
         if due_us is not None and not self.connection.drains:
-            publication = self.delays.into_levels(publication, due_us=due_us)
+            publication = self.delays.into_levels(publication, due_us=due_us) or publication
         self.collected.append(FramedPublication(publication, (exchange, routing_key)))
 
 
