@@ -29,8 +29,11 @@ from celery_native_delay.durations import seconds_of
 from celery_native_delay.records import database
 from celery_native_delay.store import interface
 from celery_native_delay.store.dispatcher import Dispatcher
+from celery_native_delay.store.entry import StoreEntry
 from celery_native_delay.store.interface import Row, Store
 from celery_native_delay.store.opened import store_at
+from celery_native_delay.testing import PrivateRabbitMQ
+from celery_native_delay.transports.rabbitmq.from_store import RowPublisher
 from tests.conformance.brokers import Broker, options_of, running_broker, settings_of
 from tests.conformance.traffic import delaying, waiting_count
 from tests.integration.project import Project
@@ -288,6 +291,22 @@ def test_a_broker_that_is_away_is_tried_again_and_its_messages_are_not_to_blame(
                 assert received.wait_for(1)[0].body == "hello"
             wait_until(lambda: "are published again" in caplog.text)
     assert "No such file or directory" in caplog.text
+
+
+@pytest.mark.rabbitmq
+def test_a_dispatcher_with_write_permission_only_publishes_to_exchanges(
+    rabbitmq: PrivateRabbitMQ, vhost: str, vhost_url: str
+) -> None:
+    """RabbitMQ 4.3.0 does not let it ask whether the exchange exists."""
+    url = rabbitmq.add_user(f"writer-{vhost}", "secret", configure="^$", read="^$", vhost=vhost)
+    with Connection(vhost_url) as consumer:
+        Queue("orders", Exchange("shop"), "new")(consumer.default_channel).declare()
+        publisher = RowPublisher(Connection(url), timeout_seconds=PATIENCE_SECONDS)
+        entry = StoreEntry(1, "shop", "new", {"application_headers": {}}, b"due", "id")
+        assert publisher.publish([entry]) == {0: None}
+        publisher.close()
+        with inbox(consumer, "orders") as letters:
+            assert letters.wait_for(1)[0].body == b"due"
 
 
 @pytest.mark.rabbitmq

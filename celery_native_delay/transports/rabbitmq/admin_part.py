@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
+from time import sleep
 from typing import Any
 
 from amqp.exceptions import NotFound, ResourceLocked
 
-from ...errors import ManagementUnavailable
+from ...errors import ManagementUnavailable, NativeDelayError
 from ...finding import Finding
 from ...settings import DelaySettings
 from ..interface import AdminPart, Backlog, ParkedTask, Rescue, Told
 from .declaring import not_declared, permissions_explained
-from .inspection import examine, verify
+from .inspection import COUNTED_ANEW_SECONDS, examine, verify
 from .management import ManagementAPI, management_of
 from .parking import count, peek, rescue
-from .removing import remove_all
 from .status import RabbitStatus, levels, status
 
 
@@ -71,13 +72,42 @@ class RabbitMQAdminPart(AdminPart):
     def uninstall(self) -> list[str]:
         if not self._settings.declare:
             raise not_declared(f"this app does not delete {self._topology.space}.*")
+        topology, delays, api = self._topology, self._delays, self._api()
+        space = f"{topology.space}."
         try:
-            return [remove_all(self._delays, self._api())]
+            queues, exchanges = (
+                [each for each in api.names(kind, containing=space) if each.startswith(space)]
+                for kind in ("queues", "exchanges")
+            )
+            # RabbitMQ deletes the lock with its connection.
+            queues = [name for name in queues if name != topology.rescue_lock_queue]
+            with permissions_explained(topology):
+                if any(map(delays.declarer.depth, queues)):
+                    raise _still_waiting(space)
+                # The exchanges that receive new messages are deleted first, then the empty queues.
+                entrances = {topology.ready_exchange, *(hop.entry for hop in topology.level_queues)}
+                self._delete_exchanges(entrances.intersection(exchanges))
+                if queues:
+                    sleep(COUNTED_ANEW_SECONDS)
+                counted = {
+                    queue["name"]: queue.get("messages", 0) + queue.get("messages_dlx", 0)
+                    for queue in api.named("queues", space)
+                }
+                if any(delays.declarer.depth(name) or counted.get(name) for name in queues):
+                    raise _still_waiting(space)
+                for name in queues:
+                    delays.declarer.channel.queue_delete(name)
+                self._delete_exchanges(name for name in exchanges if name not in entrances)
         except ManagementUnavailable as exc:
             raise ManagementUnavailable(
-                f"{exc}. Or delete the queues and exchanges {self._topology.space}.* by hand: no "
-                f"task waits in them"
+                f"{exc}. Or delete the queues and exchanges {space}* by hand: no task waits in them"
             ) from exc
+        return [f"{len(queues)} queue(s) and {len(exchanges)} exchange(s) {space}*"]
+
+    def _delete_exchanges(self, names: Iterable[str]) -> None:
+        for name in names:
+            with suppress(NotFound):
+                self._delays.declarer.channel.exchange_delete(name)
 
     def parked(self, *, limit: int) -> tuple[int, list[ParkedTask]] | None:
         with permissions_explained(self._topology):
@@ -104,3 +134,10 @@ class RabbitMQAdminPart(AdminPart):
 
     def _api(self) -> ManagementAPI:
         return management_of(self._delays.connection.client, self._settings)
+
+
+def _still_waiting(space: str) -> NativeDelayError:
+    return NativeDelayError(
+        f"messages wait in {space}*: wait until `celery -A PROJ delay status` shows none, or use "
+        f"--move-to-eta"
+    )

@@ -48,7 +48,10 @@ class Deliverer:
         """
         waiting: dict[int, Publication] = {}
         for at, publication in publications.items():
-            reason = self._reason_against(publication.exchange)
+            try:
+                reason = self._reason_against(publication.exchange)
+            except UNENCODABLE as exc:
+                reason = f"{type(exc).__name__}: {exc}"
             if reason is None:
                 waiting[at] = publication
             else:

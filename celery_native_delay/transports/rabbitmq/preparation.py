@@ -14,6 +14,7 @@ from ...errors import NativeDelayError, NotPermitted
 from .declaring import Declarer, check_broker, not_declared, refusals_explained
 from .mirror import Mirror, Mirrored, remember
 from .routes import Routes
+from .topology import Unbinding
 
 logger = logging.getLogger(__name__)
 
@@ -177,20 +178,18 @@ class Preparation:
 
     def exchange_deleted(self, exchange: str) -> None:
         """Remove this package's copies of the deleted exchange's bindings."""
-        gone = self._mirror.exchange_deleted(exchange)
-        try:
-            if self._declares and gone and self._is_complete():
-                self._declarer.apply(gone)
-        except ChannelError as exc:
-            logger.debug("not unbound: %s: %s", exchange, exc)
+        self._unbind(self._mirror.exchange_deleted(exchange))
 
     def queue_unbound(self, queue: str, exchange: str, routing_key: str) -> None:
         """Remove this package's copy of a binding that the user removed."""
         binding = self._mirror.queue_unbound(queue, exchange, routing_key)
-        if self._mirror.ignores(queue) or self._mirror.ignores(exchange):
-            return
+        ignored = self._mirror.ignores(queue) or self._mirror.ignores(exchange)
+        if self._declares and not ignored and self._routes.exists(exchange):
+            self._unbind(self._mirror.unbindings_of(binding))
+
+    def _unbind(self, gone: list[Unbinding]) -> None:
         try:
-            if self._declares and self._is_complete() and self._routes.exists(exchange):
-                self._declarer.apply(self._mirror.unbindings_of(binding))
+            if self._declares and gone and self._is_complete():
+                self._declarer.apply(gone)
         except ChannelError as exc:
-            logger.debug("not unbound: %s: %s", binding, exc)
+            logger.debug("not unbound: %s: %s", gone, exc)
