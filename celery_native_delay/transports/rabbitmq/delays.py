@@ -54,7 +54,6 @@ class RabbitDelays:
         self.preparation = Preparation(self.mirror, self.routes, self.declarer, refusal=refusal)
         #: Our channels for publishing. A key is True if the channel is in confirm mode.
         self._channels: dict[bool, OwnChannel] = {}
-        self._in_batch = False
         #: Queues that are bound by their names. Each value is the mirror's version at that time.
         self._declared_queues: dict[str, int] = {}
 
@@ -162,14 +161,17 @@ class RabbitDelays:
 
     # --- putting back --------------------------------------------------------------------
 
-    def put_back(self, message: amqp.Message, delayed: Delayed) -> None:
-        """Publish a received message again, so that the message waits until the due time."""
+    def put_back(self, message: amqp.Message, delayed: Delayed, *, settles: bool = True) -> None:
+        """Publish a received message again, so that the message waits until the due time.
+
+        If *settles* is False, :meth:`one_confirm` waits for the confirm.
+        """
         headers = message.properties.get("application_headers") or {}
         own = {name: headers[name] for name in headers if name not in COUNTED_BY_THE_QUEUE}
         message = amqp.Message(message.body, **{**message.properties, "application_headers": own})
         publication = self._wrapped(message, delayed, user=self.declarer.user)
         assert publication is not None
-        self._send(publication, confirmed=True)
+        self._send(publication, confirmed=True, settles=settles)
 
     @contextmanager
     def one_confirm(self) -> Iterator[set[str]]:
@@ -179,7 +181,6 @@ class RabbitDelays:
         block or the wait ends with an error, the set has the ids of all messages without a confirm.
         """
         channel = self._confirming()
-        self._in_batch = True
         failed: set[str] = set()
         try:
             yield failed
@@ -189,8 +190,6 @@ class RabbitDelays:
         except Exception:
             failed.update(map(_delivery_id, [*channel.unconfirmed, *channel.take_nacked()]))
             raise
-        finally:
-            self._in_batch = False
 
     def _wrapped(
         self, message: amqp.Message, delayed: Delayed, *, user: str | None = None
@@ -256,6 +255,7 @@ class RabbitDelays:
         publication: Publication,
         *,
         confirmed: bool,
+        settles: bool = True,
         timeout_seconds: float | None = None,
         confirm_timeout_seconds: float | None = None,
     ) -> None:
@@ -263,7 +263,7 @@ class RabbitDelays:
             try:
                 channel = self._channel(confirmed=confirmed)
                 channel.send(publication, timeout_seconds=timeout_seconds)
-                if not self._in_batch:
+                if settles:
                     self._settle(channel, confirm_timeout_seconds or timeout_seconds)
                 return
             except (AccessRefused, NotFound) as exc:

@@ -226,7 +226,8 @@ def _wait_again(work: _RescueState, parked: Parked, delayed: Delayed) -> None:
         # The message may have parked because a queue with a TTL was missing.
         work.delays.prepare(redeclare=True)
         work.redeclared = True
-    work.delays.put_back(amqp.Message(parked.message.body, **parked.properties), delayed)
+    message = amqp.Message(parked.message.body, **parked.properties)
+    work.delays.put_back(message, delayed, settles=False)
 
 
 def _original(parked: Parked, delayed: Delayed, user: str, now_ms: int) -> amqp.Message:

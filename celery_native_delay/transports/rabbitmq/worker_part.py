@@ -101,7 +101,7 @@ class RabbitMQWorkerPart(WorkerPart):
             wait.queue,
             expires_ms=None if earlier is None else earlier.expires_ms,
         )
-        self._delays.put_back(message, delayed)
+        self._delays.put_back(message, delayed, settles=False)
 
     def rescue(self) -> Rescue | None:
         return self._permitted(rescue)
