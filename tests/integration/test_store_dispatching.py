@@ -306,7 +306,7 @@ def test_a_dispatcher_with_write_permission_only_publishes_to_exchanges(
         assert publisher.publish([entry]) == {0: None}
         publisher.close()
         with inbox(consumer, "orders") as letters:
-            assert letters.wait_for(1)[0].body == b"due"
+            assert letters.wait_for(1)[0].body == "due"
 
 
 @pytest.mark.rabbitmq
