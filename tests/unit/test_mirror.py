@@ -203,7 +203,7 @@ def test_a_connection_forgets_the_oldest_of_ever_new_names(
         mirror.queue_declared(f"q{number}", None, for_replies=False)
         mirror.exchange_declared(f"x{number}", "direct", None)
         mirror.exchange_bound(f"x{number}")
-    assert list(mirror.rejects) == ["q7", "q8", "q9"]
+    assert list(mirror.lands) == ["q7", "q8", "q9"]
     assert [mirrored.queue for mirrored in mirror.known] == ["q7", "q8", "q9"]
     assert list(mirror.types.maps[0]) == ["x7", "x8", "x9"]
     assert mirror.types[""] == "direct"
@@ -308,10 +308,10 @@ def test_reaches_tells_if_a_known_binding_matches_a_message(
 
 def test_a_queue_is_unknown_until_its_arguments_are_known(mirror: Mirror) -> None:
     mirror.queue_bound("q", "jobs", "a")
-    assert "q" not in mirror.rejects
-    mirror.rejects["q"] = True
+    assert "q" not in mirror.lands
+    mirror.lands["q"] = True
     assert mirror.binding_of(Mirrored("q", "", "q")) == Binding(
         DELIVERY, TOPOLOGY.queue_landing_queue("q"), "*.*.%.q"
     )
     mirror.queue_deleted("q")
-    assert "q" not in mirror.rejects
+    assert "q" not in mirror.lands

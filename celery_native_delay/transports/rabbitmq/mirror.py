@@ -69,10 +69,9 @@ class Mirror:
         #: Bindings still to be copied, and exchanges whose landing queues are still to be declared.
         self.pending: dict[Mirrored, None] = {}
         self.pending_landings: dict[str, None] = {}
-        #: For each queue declared on this connection: True if its x-overflow rejects messages.
-        self.rejects: dict[str, bool] = {}
-        #: For each queue that was looked up: True if the broker has a landing queue for it.
-        self.diverted: dict[str, bool] = {}
+        #: For each known queue: True if its x-overflow rejects messages, or if the broker has a
+        #: landing queue for it.
+        self.lands: dict[str, bool] = {}
         self._landings: dict[str, None] = {}
 
     def remember_type(self, exchange: str, kind: str) -> None:
@@ -118,7 +117,7 @@ class Mirror:
         default exchange is then not remembered.
         """
         overflow = str((arguments or {}).get("x-overflow", ""))
-        remember(self.rejects, queue, overflow.startswith("reject-publish"))
+        remember(self.lands, queue, overflow.startswith("reject-publish"))
         if not for_replies:
             self.queue_bound(queue, "", queue)
 
@@ -148,8 +147,7 @@ class Mirror:
         return mirrored
 
     def queue_deleted(self, queue: str) -> None:
-        self.rejects.pop(queue, None)
-        self.diverted.pop(queue, None)
+        self.lands.pop(queue, None)
         for mirrored in [m for m in self.known if m.queue == queue]:
             self.queue_unbound(mirrored.queue, mirrored.exchange, mirrored.routing_key)
 
@@ -185,15 +183,11 @@ class Mirror:
     def forget_mirrored(self) -> None:
         """Let :meth:`take_pending` return all bindings again, in case the broker lost copies."""
         self.pending, self.pending_landings = dict(self.known), dict(self._landings)
-        self.diverted.clear()
 
     def needs_landing(self, queue: str) -> bool:
         """Return True if due messages must reach *queue* through a landing queue of its own."""
-        return (
-            self.rejects.get(queue, False)
-            or self.diverted.get(queue, False)
-            or any(fnmatchcase(queue, each) for each in self._topology.settings.landing_queues)
-        )
+        listed = self._topology.settings.landing_queues
+        return self.lands.get(queue, False) or any(fnmatchcase(queue, each) for each in listed)
 
     def declarations(self, mirrored: Mirrored) -> Iterator[Change]:
         """Yield the declarations that make a copy of a user's binding."""

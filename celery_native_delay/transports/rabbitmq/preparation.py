@@ -73,7 +73,7 @@ class Preparation:
 
     def prepare_to_consume(self, queue: str) -> None:
         """Copy a queue's bindings to the delivery exchange; errors are logged, not raised."""
-        if queue not in self._mirror.rejects and queue not in self._mirror.diverted:
+        if queue not in self._mirror.lands:
             # Another process has declared the queue.
             self._mirror.queue_bound_once(queue)
         if not self._mirror.is_pending:
@@ -133,7 +133,7 @@ class Preparation:
         for queue in unsure:
             landing = self._topology.queue_landing_queue(queue)
             found = any_diverted and self._declarer.has_queue(landing, if_refused=False)
-            remember(self._mirror.diverted, queue, found)
+            remember(self._mirror.lands, queue, found)
 
     def _mirror_each(self, bindings: list[Mirrored]) -> None:
         refused: dict[Mirrored, NotPermitted] = {}
