@@ -142,7 +142,8 @@ def test_a_cancelled_message_stays_cancelled(
     headers = {"task": "t", "id": "task-1", "eta": eta, "expires": "2999-01-01T00:00:00+00:00"}
     message = amqp.Message("hello", application_headers=dict(headers))
     delays = delays_of(connection)
-    delays.put_back(message, Delayed("d", due_us(eta), "", "orders", cancelled=True))
+    delayed = Delayed("d", due_us(eta), "", "orders", cancelled=True)
+    assert delays.put_back([(message, delayed)]) == [None]
     wait_parked(connection, 1)
     declare_queue(connection, "orders")
     assert rescued(connection) == Rescue(delivered=1)

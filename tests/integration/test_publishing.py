@@ -24,7 +24,7 @@ from celery_native_delay.due_time import due_us
 from celery_native_delay.testing import PrivateRabbitMQ
 from celery_native_delay.transports.interface import Wait
 from celery_native_delay.transports.rabbitmq import topology
-from celery_native_delay.transports.rabbitmq.channels import Nacked, WindowChannel
+from celery_native_delay.transports.rabbitmq.channels import WindowChannel
 from celery_native_delay.transports.rabbitmq.delays import RabbitDelays
 from celery_native_delay.transports.rabbitmq.parking import rescue
 from tests.brokers import on_one_version
@@ -592,13 +592,13 @@ def test_a_batch_put_back_tells_which_message_the_broker_did_not_take(
     ]
     waits = [Wait(each, "orders", due_us(each.headers["eta"])) for each in received]
     part = channel.worker_part(channel.delays.settings)
-    wait_all, wrapped = WindowChannel.wait_all, RabbitDelays._wrapped
+    settle, wrapped = WindowChannel._settle, RabbitDelays._wrapped
 
-    def nack(self: WindowChannel, **options: Any) -> None:
-        refused = [sent for sent in self.unconfirmed if sent.message.body == b"nacked"]
-        wait_all(self, **options)
-        if refused:
-            raise Nacked(refused)
+    def nack(self: WindowChannel, *answer: Any) -> list[Any]:
+        settled = settle(self, *answer)
+        nacked = [each for each in settled if each.publication.message.body == b"nacked"]
+        self._nacked += nacked
+        return [each for each in settled if each not in nacked]
 
     def spoil(self: RabbitDelays, message: Any, *args: Any, **options: Any) -> Any:
         publication = wrapped(self, message, *args, **options)
@@ -606,7 +606,7 @@ def test_a_batch_put_back_tells_which_message_the_broker_did_not_take(
             publication.message.properties["expiration"] = str(10**15)
         return publication
 
-    monkeypatch.setattr(WindowChannel, "wait_all", nack)
+    monkeypatch.setattr(WindowChannel, "_settle", nack)
     results = part.put_back([wait for wait in waits if wait.message.body != "bad"])
     assert [type(result) for result in results] == [NoneType, MessageNacked, NoneType, NoneType]
     monkeypatch.setattr(RabbitDelays, "_wrapped", spoil)

@@ -58,14 +58,6 @@ def received(message: amqp.Message) -> amqp.Message:
     return message
 
 
-class Nacked(MessageNacked):  # type: ignore[misc]
-    """The broker refused the publications *nacked*, and confirmed the others."""
-
-    def __init__(self, nacked: list[Any]) -> None:
-        super().__init__(f"the broker refused {len(nacked)} delayed message(s)")
-        self.nacked = nacked
-
-
 class OwnChannel(amqp.Channel):  # type: ignore[misc]
     """A second AMQP channel on the user's connection, without publisher confirms."""
 
@@ -201,7 +193,7 @@ class WindowChannel(OwnChannel):
             self.read()
 
     def wait_all(self, *, timeout_seconds: float | None = None) -> None:
-        """Wait for all confirms; raise Nacked if the broker nacked a message.
+        """Wait for all confirms; raise MessageNacked if the broker nacked a message.
 
         Raises NotConfirmed after *timeout_seconds*, and then forgets the unconfirmed messages: a
         late confirm does not concern the next message.
@@ -217,7 +209,8 @@ class WindowChannel(OwnChannel):
                 f"disk, or raise native_delay_confirm_timeout_seconds"
             ) from exc
         if self._nacked:
-            raise Nacked(self.take_nacked())
+            self._nacked.clear()
+            raise MessageNacked("the broker refused the delayed message")
 
     # --- what the broker says ------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from secrets import token_hex
@@ -12,19 +12,21 @@ from typing import Any
 import amqp
 from amqp.exceptions import (
     AccessRefused,
+    ChannelError,
     NotFound,
     RecoverableConnectionError,
 )
 
 from ...due_time import check_due, units_until
-from ...errors import CannotDelay, NativeDelayError, TopologyMismatch
-from ...message import HEADER, Delayed
+from ...errors import CannotDelay, NativeDelayError, PublishRefused, TopologyMismatch
+from ...message import Delayed
 from ...settings import DelaySettings
 from ...store.interface import Store
 from ...store.opened import store_of
 from .address import landing_address
-from .channels import Nacked, OwnChannel, Publication, WindowChannel
+from .channels import OwnChannel, Publication, WindowChannel
 from .declaring import Declarer, broker_version, not_declared, not_permitted
+from .delivering import UNENCODABLE, Deliverer, NoRoute
 from .mirror import Mirror, remember
 from .preparation import Preparation, Prepared
 from .routes import Routes
@@ -54,6 +56,7 @@ class RabbitDelays:
         self.preparation = Preparation(self.mirror, self.routes, self.declarer, refusal=refusal)
         #: Our channels for publishing. A key is True if the channel is in confirm mode.
         self._channels: dict[bool, OwnChannel] = {}
+        self._deliverer = Deliverer(connection)
         #: Queues that are bound by their names. Each value is the mirror's version at that time.
         self._declared_queues: dict[str, int] = {}
 
@@ -161,35 +164,52 @@ class RabbitDelays:
 
     # --- putting back --------------------------------------------------------------------
 
-    def put_back(self, message: amqp.Message, delayed: Delayed, *, settles: bool = True) -> None:
-        """Publish a received message again, so that the message waits until the due time.
+    def put_back(self, received: Sequence[tuple[amqp.Message, Delayed]]) -> list[Exception | None]:
+        """Publish received messages again, so that each waits until its due time.
 
-        If *settles* is False, :meth:`one_confirm` waits for the confirm.
+        Returns None for each message that waits, or the error. A NativeDelayError repeats if the
+        publish is tried again.
         """
+        outcomes: dict[int, Exception | None] = {}
+        lost: Exception | None = None
+        try:
+            publications: dict[int, Publication] = {}
+            for at, (message, delayed) in enumerate(received):
+                try:
+                    publications[at] = self._again(message, delayed)
+                except (NativeDelayError, NotFound) as exc:
+                    outcomes[at] = exc
+            self._deliverer.deliver(publications, outcomes)
+            astray = {
+                at: publication
+                for at, publication in publications.items()
+                if isinstance(outcomes[at], (NoRoute, NotFound))
+            }
+            if astray and self.settings.declare:
+                for at in astray:
+                    del outcomes[at]
+                self.preparation.declare_again()
+                self._deliverer.deliver(astray, outcomes)
+        except Exception as exc:  # the connection
+            lost = exc
+        return [self._explained(outcomes.get(at, lost)) for at in range(len(received))]
+
+    def _again(self, message: amqp.Message, delayed: Delayed) -> Publication:
         headers = message.properties.get("application_headers") or {}
         own = {name: headers[name] for name in headers if name not in COUNTED_BY_THE_QUEUE}
         message = amqp.Message(message.body, **{**message.properties, "application_headers": own})
         publication = self._wrapped(message, delayed, user=self.declarer.user)
         assert publication is not None
-        self._send(publication, confirmed=True, settles=settles)
+        return publication
 
-    @contextmanager
-    def one_confirm(self) -> Iterator[set[str]]:
-        """Wait for all publisher confirms together, at the end of the ``with`` block.
-
-        Yields a set, which then has the delivery ids of the messages that RabbitMQ nacked. If the
-        block or the wait ends with an error, the set has the ids of all messages without a confirm.
-        """
-        channel = self._confirming()
-        failed: set[str] = set()
-        try:
-            yield failed
-            self._wait_all(channel, None, failed)
-            # This is another channel if the first one was closed meanwhile.
-            self._settle(self._confirming(), failed=failed)
-        except Exception:
-            failed.update(map(_delivery_id, [*channel.unconfirmed, *channel.take_nacked()]))
-            raise
+    def _explained(self, error: Exception | None) -> Exception | None:
+        if isinstance(error, AccessRefused):
+            return not_permitted(error, self.topology)
+        if isinstance(error, (ChannelError, *UNENCODABLE)):
+            return PublishRefused(
+                f"RabbitMQ does not take the message: {self._deliverer.text_of(error)}"
+            )
+        return error
 
     def _wrapped(
         self, message: amqp.Message, delayed: Delayed, *, user: str | None = None
@@ -238,11 +258,6 @@ class RabbitDelays:
         wrapped = amqp.Message(message.body, **properties)
         return Publication(wrapped, topology.entry_exchange(units), key)
 
-    def _confirming(self) -> WindowChannel:
-        channel = self._channel(confirmed=True)
-        assert isinstance(channel, WindowChannel)
-        return channel
-
     def _channel(self, *, confirmed: bool) -> OwnChannel:
         channel = self._channels.get(confirmed)
         if channel is None or channel.connection is None:
@@ -255,7 +270,6 @@ class RabbitDelays:
         publication: Publication,
         *,
         confirmed: bool,
-        settles: bool = True,
         timeout_seconds: float | None = None,
         confirm_timeout_seconds: float | None = None,
     ) -> None:
@@ -263,8 +277,7 @@ class RabbitDelays:
             try:
                 channel = self._channel(confirmed=confirmed)
                 channel.send(publication, timeout_seconds=timeout_seconds)
-                if settles:
-                    self._settle(channel, confirm_timeout_seconds or timeout_seconds)
+                self._settle(channel, confirm_timeout_seconds or timeout_seconds)
                 return
             except (AccessRefused, NotFound) as exc:
                 if not publication.mandatory:  # it goes to the user's own exchange
@@ -278,18 +291,9 @@ class RabbitDelays:
                 # The levels were deleted while this connection was open.
                 self.preparation.declare_again()
 
-    def _settle(
-        self,
-        channel: OwnChannel,
-        timeout_seconds: float | None = None,
-        *,
-        failed: set[str] | None = None,
-    ) -> None:
-        """Wait for confirms; declare missing delay queues and publish returned messages again.
-
-        *failed* gets the delivery ids of nacked messages. If it is None, raise MessageNacked.
-        """
-        self._wait_all(channel, timeout_seconds, failed)
+    def _settle(self, channel: OwnChannel, timeout_seconds: float | None) -> None:
+        """Wait for confirms; declare missing delay queues and publish returned messages again."""
+        channel.wait_all(timeout_seconds=timeout_seconds)
         returned = channel.take_returned()
         if not returned:
             return
@@ -298,27 +302,12 @@ class RabbitDelays:
         self.preparation.declare_again()
         for back in returned:
             channel.send(back)
-        self._wait_all(channel, timeout_seconds, failed)
+        channel.wait_all(timeout_seconds=timeout_seconds)
         if channel.take_returned():
             raise TopologyMismatch(
                 f"no queue is bound to {returned[0].exchange}, although it was declared: see "
                 f"`celery -A PROJ delay verify`"
             )
-
-    @staticmethod
-    def _wait_all(
-        channel: OwnChannel, timeout_seconds: float | None, failed: set[str] | None
-    ) -> None:
-        try:
-            channel.wait_all(timeout_seconds=timeout_seconds)
-        except Nacked as exc:
-            if failed is None:
-                raise
-            failed.update(map(_delivery_id, exc.nacked))
-
-
-def _delivery_id(publication: Publication) -> str:
-    return str(publication.message.headers[HEADER]["id"])
 
 
 def _in_bytes(message: amqp.Message) -> amqp.Message:

@@ -1,20 +1,20 @@
-"""Publish due messages to the user's exchanges and queues, and tell which of them are refused."""
+"""Publish many messages over one channel, and tell which of them the broker refused."""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
+from contextlib import suppress
 from itertools import islice
 from typing import Any
 
-from amqp.exceptions import AccessRefused, ChannelError, FrameSyntaxError
+from amqp.exceptions import AccessRefused, ChannelError, FrameSyntaxError, MessageNacked
 
+from ...errors import CannotDelay
 from .address import is_nameable
 from .channels import OwnChannel, Publication, WindowChannel
 from .template import FramedPublication
-
-_NO_ROUTE = "no queue is bound for it (NO_ROUTE)"
-_NACKED = "the broker refused it (basic.nack)"
+from .topology import is_delay_name
 
 #: Messages that one write to the socket sends.
 _AT_ONCE = 100
@@ -23,8 +23,12 @@ _AT_ONCE = 100
 UNENCODABLE = (FrameSyntaxError, struct.error, TypeError, ValueError)
 
 
+class NoRoute(ChannelError):  # type: ignore[misc]
+    """No queue is bound for a message, so the broker returned it."""
+
+
 class Deliverer:
-    """Publishes due messages, a batch at a time, and waits for the broker's confirms."""
+    """Publishes messages, a batch at a time, and tells which of them the broker refused."""
 
     def __init__(self, connection: Any) -> None:
         """*connection* is a connection of py-amqp."""
@@ -37,11 +41,11 @@ class Deliverer:
     def deliver(
         self,
         publications: Mapping[int, Publication],
-        outcomes: dict[int, str | None],
+        outcomes: dict[int, Exception | None],
         *,
         deadline: float | None = None,
     ) -> None:
-        """Publish messages; add to *outcomes* None for a confirmed one, or why it was refused.
+        """Publish messages; add to *outcomes* None for a confirmed one, or the refusal.
 
         *deadline* is a time of the monotonic clock. Raises an error of the connection, also if no
         confirm came before the deadline. Messages in doubt are then missing in *outcomes*.
@@ -49,49 +53,48 @@ class Deliverer:
         waiting: dict[int, Publication] = {}
         for at, publication in publications.items():
             try:
-                reason = self._reason_against(publication.exchange)
-            except UNENCODABLE as exc:
-                reason = f"{type(exc).__name__}: {exc}"
-            if reason is None:
+                self._check_exchange(publication.exchange)
                 waiting[at] = publication
-            else:
-                outcomes[at] = reason
+            except (CannotDelay, ChannelError, *UNENCODABLE) as exc:
+                outcomes[at] = exc
         if not self._send(waiting, outcomes, deadline):
             # The broker refused a message by closing the channel: find out which.
             for at, publication in waiting.items():
                 if at not in outcomes:
                     self._send({at: publication}, outcomes, deadline)
 
+    @staticmethod
+    def text_of(error: Exception) -> str:
+        """Return why the broker, or py-amqp, refused a message."""
+        if isinstance(error, UNENCODABLE):
+            return f"{type(error).__name__}: {error}"
+        return str(getattr(error, "reply_text", error))
+
     def close(self) -> None:
         if self._channel is not None and self._channel.connection is not None:
             self._channel.close()
 
-    def _reason_against(self, exchange: str) -> str | None:
-        """Return why the broker refuses all messages for an exchange; None if it exists.
+    def _check_exchange(self, exchange: str) -> None:
+        """Raise ChannelError or CannotDelay if the broker refuses all messages for *exchange*.
 
         A publish to a missing exchange would close the channel, and leave the messages before it in
         doubt.
         """
-        if not exchange or exchange in self._exchanges:
-            return None
+        if not exchange or exchange in self._exchanges or is_delay_name(exchange):
+            return
         if not is_nameable(exchange, self._connection.virtual_host, self.user):
-            return "RabbitMQ cannot quote the exchange's long name in an error"
+            raise CannotDelay("RabbitMQ cannot quote the exchange's long name in an error")
         channel = OwnChannel(self._connection)
-        try:
+        # Some releases of RabbitMQ want more rights for this question than for a publish.
+        with suppress(AccessRefused):
             channel.exchange_declare(exchange, "", passive=True)
-        except AccessRefused:  # some releases of RabbitMQ want more rights for this than to publish
-            pass
-        except ChannelError as exc:
-            return str(exc.reply_text)
-        else:
             channel.close()
         self._exchanges.add(exchange)
-        return None
 
     def _send(
         self,
         messages: Mapping[int, Publication],
-        outcomes: dict[int, str | None],
+        outcomes: dict[int, Exception | None],
         deadline: float | None,
     ) -> bool:
         """Send messages, and note their outcomes; return False if the broker closed the channel."""
@@ -106,7 +109,7 @@ class Deliverer:
                     try:
                         framed.encode(*encoded_for)
                     except UNENCODABLE as exc:
-                        outcomes[at] = f"{type(exc).__name__}: {exc}"
+                        outcomes[at] = exc
                         continue
                     some[at] = framed
                 sent |= some
@@ -117,15 +120,17 @@ class Deliverer:
             self._channel = None
             self._exchanges.clear()
             if len(messages) == 1:
-                outcomes |= dict.fromkeys(messages, str(exc.reply_text))
+                outcomes |= dict.fromkeys(messages, exc)
             return False
         finally:
             in_doubt = {id(each) for each in channel.unconfirmed}
-            reasons = {id(each): _NO_ROUTE for each in channel.take_returned()}
-            reasons |= {id(each): _NACKED for each in channel.take_nacked()}
+            no_route = NoRoute("no queue is bound for it (NO_ROUTE)")
+            nacked = MessageNacked("the broker refused it (basic.nack)")
+            errors: dict[int, Exception] = {id(each): no_route for each in channel.take_returned()}
+            errors |= {id(each): nacked for each in channel.take_nacked()}
             for at, framed in sent.items():
                 if id(framed) not in in_doubt:
-                    outcomes[at] = reasons.get(id(framed))
+                    outcomes[at] = errors.get(id(framed))
         return True
 
     def _open(self) -> WindowChannel:

@@ -81,20 +81,21 @@ class RowPublisher:
         if self._lost_by is not None:
             raise self._lost_by
         deadline = monotonic() + self._timeout_seconds
-        outcomes: dict[int, str | None] = {}
+        outcomes: dict[int, Exception | None] = {}
         due: dict[int, Publication] = {}
         for at, entry in enumerate(entries):
             try:
                 due[at] = self._publication(entry)
             except UNENCODABLE as exc:
-                outcomes[at] = f"{type(exc).__name__}: {exc}"
+                outcomes[at] = exc
         try:
             self._deliverer.deliver(due, outcomes, deadline=deadline)
         except self._lost as exc:
             self._lost_by = exc
             if not outcomes:
                 raise
-        return outcomes
+        text_of = self._deliverer.text_of
+        return {at: None if error is None else text_of(error) for at, error in outcomes.items()}
 
     def _publication(self, entry: StoreEntry) -> Publication:
         properties = entry.told()

@@ -14,7 +14,7 @@ from time import monotonic, time_ns
 from typing import Any
 
 import amqp
-from amqp.exceptions import AMQPError, MessageNacked, NotFound
+from amqp.exceptions import AMQPError, MessageNacked
 
 from ...errors import CannotDelay, ManagementUnavailable, UnsupportedBroker
 from ...records.cancelled import was_cancelled
@@ -131,12 +131,12 @@ class RabbitMQMovingPart(MovingPart):
             self._store(moving, keyed)
             return True
         self._delays.check_reach(moving.delayed.due_us)
-        try:
-            self._delays.put_back(amqp.Message(moving.body, **moving.properties), moving.delayed)
-        except NotFound as exc:
-            raise CannotDelay(f"there is no exchange {moving.delayed.exchange!r}") from exc
-        except MessageNacked as exc:
-            raise CannotDelay(str(exc)) from exc
+        message = amqp.Message(moving.body, **moving.properties)
+        (refused,) = self._delays.put_back([(message, moving.delayed)])
+        if isinstance(refused, MessageNacked):
+            raise CannotDelay(str(refused)) from refused
+        if refused is not None:
+            raise refused
         return not moving.again
 
     def _store(self, moving: Moving, keyed: RecordedPublish | None) -> None:
@@ -166,11 +166,13 @@ class RabbitMQMovingPart(MovingPart):
         if delayed.queue is not None:
             where = "", delayed.queue
         publication = Publication(amqp.Message(moving.body, **moving.properties), *where)
-        outcomes: dict[int, str | None] = {}
+        outcomes: dict[int, Exception | None] = {}
         limit_seconds = self._settings.confirm_timeout_seconds
         self._deliverer.deliver({0: publication}, outcomes, deadline=monotonic() + limit_seconds)
-        if outcomes[0] is not None:
-            raise CannotDelay(f"exchange {where[0]!r}, routing key {where[1]!r}: {outcomes[0]}")
+        refused = outcomes[0]
+        if refused is not None:
+            why = self._deliverer.text_of(refused)
+            raise CannotDelay(f"exchange {where[0]!r}, routing key {where[1]!r}: {why}")
 
     # --- sources -------------------------------------------------------------------------
 

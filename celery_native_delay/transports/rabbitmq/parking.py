@@ -12,7 +12,7 @@ from typing import Any
 import amqp
 from amqp.exceptions import AccessRefused, ChannelError, MessageNacked, NotFound, ResourceLocked
 
-from ...errors import CannotDelay, DelayTooLong
+from ...errors import DelayTooLong, NativeDelayError
 from ...keyed.record import HEADER as KEY
 from ...message import HEADER, Delayed, cancel
 from ..interface import Rescue
@@ -162,35 +162,29 @@ def _rescue_batch(work: _RescueState, batch: list[Parked]) -> None:
     now_ms = time_ns() // 1_000_000
     stay: list[Parked] = []
     due: dict[int, Publication] = {}
-    waiting: list[Parked] = []
-    with work.delays.one_confirm() as failed:
-        for at, parked in enumerate(batch):
-            delayed = parked.delayed
-            if delayed is None:
-                stay.append(parked)
-                continue
-            destination = parked.destination(delayed)
-            if parked.expires_ms is not None and parked.expires_ms <= now_ms:
-                work.outcome.expired += 1
-            elif destination in work.unwanted:
-                stay.append(parked)
-            elif delayed.due_us > now_ms * 1000:
-                try:
-                    _wait_again(work, parked, delayed)
-                    waiting.append(parked)
-                except (CannotDelay, DelayTooLong, NotFound):
-                    stay.append(parked)
-            else:
-                message = _original(parked, delayed, work.deliverer.user, now_ms)
-                due[at] = Publication(message, *destination)
-    outcomes: dict[int, str | None] = {}
+    early: list[tuple[Parked, Delayed]] = []
+    for at, parked in enumerate(batch):
+        delayed = parked.delayed
+        if delayed is None:
+            stay.append(parked)
+            continue
+        destination = parked.destination(delayed)
+        if parked.expires_ms is not None and parked.expires_ms <= now_ms:
+            work.outcome.expired += 1
+        elif destination in work.unwanted:
+            stay.append(parked)
+        elif delayed.due_us > now_ms * 1000:
+            early.append((parked, delayed))
+        else:
+            message = _original(parked, delayed, work.deliverer.user, now_ms)
+            due[at] = Publication(message, *destination)
+    outcomes: dict[int, Exception | None] = {}
     work.deliverer.deliver(due, outcomes)
-    refused = [at for at, reason in outcomes.items() if reason is not None]
+    refused = [at for at, error in outcomes.items() if error is not None]
     work.unwanted.update((due[at].exchange, due[at].routing_key) for at in refused)
-    stay += [batch[at] for at in refused]
-    nacked = [each for each in waiting if each.delayed and each.delayed.delivery_id in failed]
-    stay += nacked
-    work.outcome.waiting_again += len(waiting) - len(nacked)
+    not_waiting = _wait_again(work, early)
+    stay += [batch[at] for at in refused] + not_waiting
+    work.outcome.waiting_again += len(early) - len(not_waiting)
     work.outcome.delivered += len(due) - len(refused)
     work.outcome.still_parked += len(stay)
     parking = "", work.delays.topology.parking_queue
@@ -219,15 +213,30 @@ def _as_parked(parked: Parked, user: str) -> amqp.Message:
     return amqp.Message(parked.message.body, **properties)
 
 
-def _wait_again(work: _RescueState, parked: Parked, delayed: Delayed) -> None:
-    # put_back() would shorten the delay: a worker without this package would run the task early.
-    work.delays.check_reach(delayed.due_us)
-    if not work.redeclared:
-        # The message may have parked because a queue with a TTL was missing.
+def _wait_again(work: _RescueState, early: list[tuple[Parked, Delayed]]) -> list[Parked]:
+    """Put messages back into the delay queues; return those that cannot wait there."""
+    if early and not work.redeclared:
+        # The messages may have parked because a queue with a TTL was missing.
         work.delays.prepare(redeclare=True)
         work.redeclared = True
-    message = amqp.Message(parked.message.body, **parked.properties)
-    work.delays.put_back(message, delayed, settles=False)
+    stay: list[Parked] = []
+    waits: list[tuple[amqp.Message, Delayed]] = []
+    back: list[Parked] = []
+    for parked, delayed in early:
+        try:
+            # put_back() would shorten the delay: a plain worker would run the task early.
+            work.delays.check_reach(delayed.due_us)
+        except DelayTooLong:
+            stay.append(parked)
+        else:
+            back.append(parked)
+            waits.append((amqp.Message(parked.message.body, **parked.properties), delayed))
+    for parked, error in zip(back, work.delays.put_back(waits), strict=True):
+        if isinstance(error, (MessageNacked, NativeDelayError)):
+            stay.append(parked)
+        elif error is not None:
+            raise error
+    return stay
 
 
 def _original(parked: Parked, delayed: Delayed, user: str, now_ms: int) -> amqp.Message:

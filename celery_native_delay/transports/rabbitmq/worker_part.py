@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import amqp
-from amqp.exceptions import AccessRefused, ChannelError, MessageNacked
+from amqp.exceptions import AccessRefused, ChannelError
 
 from ...durations import duration
-from ...errors import NotPermitted, PublishRefused
+from ...errors import NotPermitted
 from ...finding import Finding
 from ...message import Delayed
 from ..interface import Rescue, Wait, WorkerPart
@@ -64,29 +64,16 @@ class RabbitMQWorkerPart(WorkerPart):
         return self.settings.resolution + WorkerPart.comes_back_late_seconds
 
     def put_back(self, waits: Sequence[Wait]) -> list[Exception | None]:
-        results: list[Exception | None] = []
-        failed: set[str] = set()
-        failure: Exception = MessageNacked("the broker refused the delayed message")
-        try:
-            with self._delays.one_confirm() as failed:
-                results = super().put_back(waits)
-        except Exception as exc:
-            failure = exc
-        results = [
-            failure if result is None and (wait.delivery_id or wait.new_id) in failed else result
-            for wait, result in zip(waits, results, strict=True)
-        ]
-        # RabbitMQ closes the channel because of one message, such as one that is too large.
-        if not any(isinstance(result, ChannelError) for result in results):
-            return results
-        if len(waits) == 1:
-            return [PublishRefused(f"RabbitMQ does not take the message: {results[0]}")]
-        return [
-            result if result is None else self.put_back([wait])[0]
-            for wait, result in zip(waits, results, strict=True)
-        ]
+        delays: RabbitDelays = self._delays
+        return delays.put_back([self._received(wait) for wait in waits])
 
     def put_one_back(self, wait: Wait) -> None:
+        (error,) = self.put_back([wait])
+        if error is not None:
+            raise error
+
+    @staticmethod
+    def _received(wait: Wait) -> tuple[amqp.Message, Delayed]:
         properties = dict(wait.message.properties)
         if wait.headers:
             headers = properties.get("application_headers") or {}
@@ -101,7 +88,7 @@ class RabbitMQWorkerPart(WorkerPart):
             wait.queue,
             expires_ms=None if earlier is None else earlier.expires_ms,
         )
-        self._delays.put_back(message, delayed, settles=False)
+        return message, delayed
 
     def rescue(self) -> Rescue | None:
         return self._permitted(rescue)
