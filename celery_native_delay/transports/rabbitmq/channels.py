@@ -19,6 +19,8 @@ from ...message import HEADER
 
 logger = logging.getLogger(__name__)
 
+NACKED = "the broker refused it (basic.nack)"
+
 
 class Publication(NamedTuple):
     """A message with an exchange and a routing key, ready for ``basic.publish``."""
@@ -210,7 +212,7 @@ class WindowChannel(OwnChannel):
             ) from exc
         if self._nacked:
             self._nacked.clear()
-            raise MessageNacked("the broker refused the delayed message")
+            raise MessageNacked(NACKED)
 
     # --- what the broker says ------------------------------------------------------------
 

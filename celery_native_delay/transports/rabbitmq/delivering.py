@@ -12,7 +12,7 @@ from amqp.exceptions import AccessRefused, ChannelError, FrameSyntaxError, Messa
 
 from ...errors import CannotDelay
 from .address import is_nameable
-from .channels import OwnChannel, Publication, WindowChannel
+from .channels import NACKED, OwnChannel, Publication, WindowChannel
 from .template import FramedPublication
 from .topology import is_delay_name
 
@@ -33,10 +33,13 @@ class Deliverer:
     def __init__(self, connection: Any) -> None:
         """*connection* is a connection of py-amqp."""
         self._connection = connection
-        self.user = str(connection.client.userid or "guest")
         self._channel: WindowChannel | None = None
         #: Exchanges that were there at the last look, since the channel was last closed.
         self._exchanges: set[str] = set()
+
+    @property
+    def user(self) -> str:
+        return str(self._connection.client.userid or "guest")
 
     def deliver(
         self,
@@ -125,7 +128,7 @@ class Deliverer:
         finally:
             in_doubt = {id(each) for each in channel.unconfirmed}
             no_route = NoRoute("no queue is bound for it (NO_ROUTE)")
-            nacked = MessageNacked("the broker refused it (basic.nack)")
+            nacked = MessageNacked(NACKED)
             errors: dict[int, Exception] = {id(each): no_route for each in channel.take_returned()}
             errors |= {id(each): nacked for each in channel.take_nacked()}
             for at, framed in sent.items():

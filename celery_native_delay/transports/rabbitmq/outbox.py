@@ -15,7 +15,7 @@ from ...errors import RefusedMessage, StoreUnavailable, errors_ignored
 from .. import outbox
 from ..outbox import BATCH, OutboxBatch
 from ..stored_bulk import StoredBatch, StoredMessage, packed, write
-from .channels import WindowChannel
+from .channels import NACKED, WindowChannel
 from .template import FramedPublication, FramedTask
 from .topology import is_delay_name
 
@@ -23,8 +23,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Message = FramedPublication | FramedTask | StoredMessage
-
-NACKED = "the broker refused it (basic.nack)"
 
 
 class SingleMessage(OutboxBatch[Message]):
