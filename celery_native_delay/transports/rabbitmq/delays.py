@@ -26,7 +26,7 @@ from ...store.opened import store_of
 from .address import landing_address
 from .channels import OwnChannel, Publication, WindowChannel
 from .declaring import Declarer, broker_version, not_declared, not_permitted
-from .delivering import UNENCODABLE, Deliverer, NoRoute
+from .delivering import Deliverer, NoRoute
 from .mirror import Mirror, remember
 from .preparation import Preparation, Prepared
 from .routes import Routes
@@ -205,10 +205,8 @@ class RabbitDelays:
     def _explained(self, error: Exception | None) -> Exception | None:
         if isinstance(error, AccessRefused):
             return not_permitted(error, self.topology)
-        if isinstance(error, (ChannelError, *UNENCODABLE)):
-            return PublishRefused(
-                f"RabbitMQ does not take the message: {self._deliverer.text_of(error)}"
-            )
+        if isinstance(error, ChannelError):
+            return PublishRefused(f"RabbitMQ does not take the message: {error.reply_text}")
         return error
 
     def _wrapped(

@@ -10,7 +10,7 @@ from typing import Any
 
 from amqp.exceptions import AccessRefused, ChannelError, FrameSyntaxError, MessageNacked
 
-from ...errors import CannotDelay
+from ...errors import CannotDelay, PublishRefused
 from .address import is_nameable
 from .channels import NACKED, OwnChannel, Publication, WindowChannel
 from .template import FramedPublication
@@ -21,6 +21,15 @@ _AT_ONCE = 100
 
 #: What py-amqp raises for values that AMQP does not have, such as an integer of 65 bits.
 UNENCODABLE = (FrameSyntaxError, struct.error, TypeError, ValueError)
+
+
+def unencodable(error: Exception) -> PublishRefused:
+    return PublishRefused(f"{type(error).__name__}: {error}")
+
+
+def text_of(error: Exception) -> str:
+    """Return why the broker, or py-amqp, refused a message."""
+    return str(getattr(error, "reply_text", error))
 
 
 class NoRoute(ChannelError):  # type: ignore[misc]
@@ -58,20 +67,15 @@ class Deliverer:
             try:
                 self._check_exchange(publication.exchange)
                 waiting[at] = publication
-            except (CannotDelay, ChannelError, *UNENCODABLE) as exc:
+            except (CannotDelay, ChannelError) as exc:
                 outcomes[at] = exc
+            except UNENCODABLE as exc:
+                outcomes[at] = unencodable(exc)
         if not self._send(waiting, outcomes, deadline):
             # The broker refused a message by closing the channel: find out which.
             for at, publication in waiting.items():
                 if at not in outcomes:
                     self._send({at: publication}, outcomes, deadline)
-
-    @staticmethod
-    def text_of(error: Exception) -> str:
-        """Return why the broker, or py-amqp, refused a message."""
-        if isinstance(error, UNENCODABLE):
-            return f"{type(error).__name__}: {error}"
-        return str(getattr(error, "reply_text", error))
 
     def close(self) -> None:
         if self._channel is not None and self._channel.connection is not None:
@@ -112,7 +116,7 @@ class Deliverer:
                     try:
                         framed.encode(*encoded_for)
                     except UNENCODABLE as exc:
-                        outcomes[at] = exc
+                        outcomes[at] = unencodable(exc)
                         continue
                     some[at] = framed
                 sent |= some

@@ -15,7 +15,7 @@ from ...store.entry import StoreEntry
 from ..interface import Wait
 from ..moving import expires_ms_of
 from .channels import Publication
-from .delivering import UNENCODABLE, Deliverer
+from .delivering import UNENCODABLE, Deliverer, text_of, unencodable
 from .wrapping import COUNTED_BY_THE_QUEUE, keep_user_id
 
 
@@ -87,14 +87,13 @@ class RowPublisher:
             try:
                 due[at] = self._publication(entry)
             except UNENCODABLE as exc:
-                outcomes[at] = exc
+                outcomes[at] = unencodable(exc)
         try:
             self._deliverer.deliver(due, outcomes, deadline=deadline)
         except self._lost as exc:
             self._lost_by = exc
             if not outcomes:
                 raise
-        text_of = self._deliverer.text_of
         return {at: None if error is None else text_of(error) for at, error in outcomes.items()}
 
     def _publication(self, entry: StoreEntry) -> Publication:

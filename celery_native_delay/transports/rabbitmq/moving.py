@@ -25,7 +25,7 @@ from ..moving import Found, Moving, MovingPart, Reach, Source
 from .channels import OwnChannel, Publication, received
 from .declaring import permissions_explained
 from .delays import RabbitDelays
-from .delivering import Deliverer
+from .delivering import Deliverer, text_of
 from .elsewhere import (
     celerys_levels,
     celerys_queues,
@@ -171,8 +171,8 @@ class RabbitMQMovingPart(MovingPart):
         self._deliverer.deliver({0: publication}, outcomes, deadline=monotonic() + limit_seconds)
         refused = outcomes[0]
         if refused is not None:
-            why = self._deliverer.text_of(refused)
-            raise CannotDelay(f"exchange {where[0]!r}, routing key {where[1]!r}: {why}")
+            to = f"exchange {where[0]!r}, routing key {where[1]!r}"
+            raise CannotDelay(f"{to}: {text_of(refused)}")
 
     # --- sources -------------------------------------------------------------------------
 
