@@ -154,8 +154,8 @@ class RabbitDelays:
         version = self._declared_queues.get(routing_key)
         if not exchange and version == self.mirror.version and self.preparation.is_ready:
             return
-        self.declarer.check_name(exchange or routing_key)
         if not exchange:  # the routing key is the name of a queue
+            self.declarer.check_name(routing_key)
             self.mirror.queue_bound_once(routing_key)
         if not self.preparation.is_ready or self.mirror.is_pending:
             self.preparation.prepare()

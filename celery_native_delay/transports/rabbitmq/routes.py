@@ -115,6 +115,7 @@ class Routes:
 
     def _ask_about(self, exchange: str) -> _KnownExchange:
         until = monotonic() + ROUTE_SECONDS
+        self._declarer.check_name(exchange)
         kind = self.type_of(exchange)
         if kind in HASHING_TYPES:
             raise CannotDelay(
