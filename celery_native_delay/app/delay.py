@@ -44,6 +44,7 @@ from .holds import HoldCalls
 from .installation import ask_broker, checked_app, installed
 from .keyed import KeyedCalls, KeyKind, revoke_result
 from .schedules import Schedules
+from .story import story
 from .updating import edit_of
 
 T = TypeVar("T")
@@ -108,6 +109,17 @@ class Delay(HoldCalls, KeyedCalls):
         """Return the waiting messages of a task: usually one, none if the task is not waiting."""
         one = _id_of(task_id)
         return self._with_holds(self._ask(lambda found: found.get(one)))
+
+    def story(self, task_id: TaskId) -> list[str]:
+        """Return what is known about a task, in sentences: where it is, and why it waits.
+
+        For a task that is not waiting: the worker that has it, its result, or where it may be. This
+        asks all workers, which takes a second.
+        """
+        one = _id_of(task_id)
+        tasks, taken = self._ask(lambda found: (found.get(one), found.is_taken(one)))
+        lines = self.rates(limit=_MOST_LINES) if any(task.place for task in tasks) else []
+        return story(self._app, one, self._with_holds(tasks), lines=lines, taken=taken)
 
     def ids(self, search: str | Query = "", *, limit: int | None = None) -> list[str]:
         """Return up to *limit* ids (None: all) of tasks that match *search*, earliest first."""

@@ -130,20 +130,26 @@ def _in_broker(ctx: click.Context) -> int:
 @click.argument("ids", type=task_id, nargs=-1, required=True, metavar="ID...")
 @as_json_option
 def show_tasks(ctx: click.Context, ids: tuple[str, ...], as_json: bool) -> None:
-    """Show waiting tasks by ID. If one of the tasks is not waiting, the exit status is 1.
+    """Show tasks by ID, and what is known of them: where they wait and why, and how they ended.
 
-    For one ID, --json prints an object, or null if the task is not waiting. For several IDs, --json
-    prints a list of these values, in the order of the IDs. If several messages with one ID wait,
-    the object is the message with the earliest due time, and `others` lists the other messages.
+    If one of the tasks is not waiting, the exit status is 1. For one ID, --json prints an object;
+    for several IDs a list of objects, in the order of the IDs. If several messages with one ID
+    wait, the object is the message with the earliest due time, and `others` lists the other
+    messages. `story` has the sentences, and `waits` is false if the task is not waiting.
     """
     delay = delay_of(ctx)
     found = {task_id: sorted(delay.show(task_id), key=attrgetter("due_us")) for task_id in ids}
+    stories = {task_id: delay.story(task_id) for task_id in found}
     if as_json:
-        objects = [_as_object(found[task_id]) for task_id in ids]
+        objects = [_as_object(each, found[each]) | {"story": stories[each]} for each in ids]
         print_json(objects[0] if len(ids) == 1 else objects)
     else:
         now = datetime.now(UTC)
-        click.echo("\n\n".join(_text_of(ctx, *each, now) for each in found.items()))
+        texts = []
+        for each, tasks in found.items():
+            known = "\n".join(f"- {printable(said)}" for said in stories[each])
+            texts.append(f"{_text_of(ctx, each, tasks, now)}\n{known}")
+        click.echo("\n\n".join(texts))
     ctx.exit(0 if all(found.values()) else 1)
 
 
@@ -282,11 +288,11 @@ def _refuse_past(countdown: float | None, eta: datetime | None) -> None:
         )
 
 
-def _as_object(tasks: list[Waiting]) -> dict[str, Any] | None:
+def _as_object(task_id: str, tasks: list[Waiting]) -> dict[str, Any]:
     if not tasks:
-        return None
+        return {"id": task_id, "waits": False}
     first, *others = (task.as_json() for task in tasks)
-    return first | {"others": others} if others else first
+    return first | {"waits": True} | ({"others": others} if others else {})
 
 
 def _said(ctx: click.Context, outcome: Outcome) -> str:

@@ -243,6 +243,14 @@ def long_json(answer: dict[str, Any], name: str, items: Iterable[Any]) -> bytes:
     return text.encode()
 
 
+class Story(Errors):
+    @web.authenticated
+    async def get(self) -> None:
+        """Send what is known about the task ``id``, in sentences."""
+        task_id = self.get_argument("id")
+        self.write({"story": await self.asking.delay(lambda delay: delay.story(task_id))})
+
+
 class MatchingIds(Errors):
     @web.authenticated
     async def get(self) -> None:

@@ -62,6 +62,8 @@ class Waiting:
     - *place*: the header ``native_delay_place`` of a waiting rate-limited task, or "".
     - *run*: the name of the Spark run that has sent the task, or "".
     - *held*: the hold of a held task, who held it, and the due time before; None if not held.
+    - *origin* and *parent_id*: the process and the task that sent it; "" if unknown.
+    - *refusal*: why the broker refused the due task, as ``Delay.show`` tells it; else "".
     """
 
     id: str
@@ -81,6 +83,9 @@ class Waiting:
     place: str = ""
     run: str = ""
     held: Held | None = None
+    origin: str = ""
+    parent_id: str = ""
+    refusal: str = ""
 
     @classmethod
     def of(
@@ -116,6 +121,8 @@ class Waiting:
             str(headers.get(PLACE) or ""),
             str(headers.get(RUN) or ""),
             Held.of(headers.get(HELD)),
+            str(headers.get("origin") or ""),
+            str(headers.get("parent_id") or ""),
         )
 
     @property
@@ -451,7 +458,7 @@ class WaitingTasks(ABC):
         Returns None if the old message was delivered or changed in the meantime.
         """
 
-    def _is_taken(self, task_id: str) -> bool:
+    def is_taken(self, task_id: str) -> bool:
         """Return True if a dispatcher is publishing the task at this moment."""
         return False
 
@@ -483,7 +490,7 @@ class WaitingTasks(ABC):
         tasks = tuple(seen.values())
         if made:
             return Outcome(task_id, Verdict.DONE, None if cancelled else is_due_us, tasks)
-        is_late = bool(seen) or self._is_taken(task_id)
+        is_late = bool(seen) or self.is_taken(task_id)
         return Outcome(task_id, Verdict.TOO_LATE if is_late else Verdict.UNKNOWN, None, tasks)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -114,7 +115,7 @@ class RedisTasks(WaitingTasks):
             done_us = self._rows.replace(member, entry, due_us, new, cancelled=apart)
         return None if done_us is None else (member, done_us)
 
-    def _is_taken(self, task_id: str) -> bool:
+    def is_taken(self, task_id: str) -> bool:
         with self._explained():
             names = self._client.zrange(self._rows.keys.taken, 0, -1)
         return any(_is_of(name.decode(), task_id) for name in names)
@@ -140,8 +141,14 @@ class RedisTasks(WaitingTasks):
                 entry = self._client.hget(self._messages, member)
                 task = None if entry is None else self._decoded(entry, int(due_us or 0))
                 if task is not None:
-                    found.append((member, entry, task))
+                    found.append((member, entry, replace(task, refusal=self._refusal(member))))
         return found
+
+    def _refusal(self, member: str) -> str:
+        """Return why the broker refused a due task; a Redis broker does not keep it."""
+        refusals = getattr(self._rows.keys, "refusals", None)
+        told = None if refusals is None else self._client.hget(refusals, member)
+        return "" if told is None else str(told.decode().partition(" ")[2])
 
     def _ranks(self, query: Query) -> tuple[int, int]:
         """Return the first matching rank in ``due``, and the rank after the last match."""

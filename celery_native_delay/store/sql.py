@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from secrets import token_hex
@@ -571,17 +572,17 @@ class SqlTasks(SqlListing):
 
     def _of_task(self, task_id: str) -> Any:
         of_task = _ROW.task_id == _short(task_id)
-        return select(_ROW.id, _ROW.entry, _ROW.state).where(
+        return select(_ROW.id, _ROW.entry, _ROW.reason).where(
             _ROW.namespace == self._store.namespace, of_task
         )
 
     def _found(self, task_id: str) -> list[tuple[int, str, Waiting]]:
         asked = self._of_task(task_id).where(_LISTED).order_by(_ROW.next_us)
         rows = self._look_up(lambda connection: connection.execute(asked).all())
-        found = ((row.id, row.entry, waiting_of(row.entry)) for row in rows)
+        found = ((row, waiting_of(row.entry)) for row in rows)
         return [
-            (row_id, entry, task)
-            for row_id, entry, task in found
+            (row.id, row.entry, replace(task, refusal=row.reason or ""))
+            for row, task in found
             if task is not None and task.id == task_id
         ]
 
@@ -613,7 +614,7 @@ class SqlTasks(SqlListing):
         self._store.note_added(new_us)
         return member, new_us
 
-    def _is_taken(self, task_id: str) -> bool:
+    def is_taken(self, task_id: str) -> bool:
         taken = self._of_task(task_id).where(_ROW.state == TAKEN)
         return self._look_up(lambda connection: connection.execute(taken).first()) is not None
 

@@ -382,6 +382,9 @@ def test_tasks_behind_a_retry_after_are_shown_due_when_it_ends(fleet: Fleet) -> 
     tasks = wait_until(in_line)
     assert all(task.due_us >= held_until_us for task in tasks)
     assert delay.show(tasks[0].id)[0].due_us >= held_until_us
+    (limit,) = (said for said in delay.story(tasks[0].id) if said.startswith("limited by"))
+    assert limit.startswith("limited by turned_away 4/m, ")
+    assert " wait, held until 20" in limit
 
 
 def test_a_retry_after_holds_all_tasks_of_its_rate(fleet: Fleet) -> None:

@@ -303,6 +303,8 @@ def test_a_refused_task_is_tried_again_then_parked_and_stops_no_other(store: Sto
         if store.census().parked:
             break
     ((parked),) = store.parked(10)
+    (waiting,) = store.tasks(None).get("order-1")
+    assert waiting.refusal == "no such queue"
     assert (parked.entry.task_id, parked.reason) == ("order-1", "no such queue")
     assert (store.census().waiting, store.census().parked, listed(store)) == (0, 1, [])
     assert dispatched(store, broker) == []
