@@ -558,6 +558,8 @@ def _moved_by(seconds: float) -> DueTime:
     moved_us: dict[str, int] = {}
 
     def rule(task: Waiting) -> int | None:
+        if task.held:
+            raise CannotDelay(f"expected a task that is not held, got {task.id}: release it first")
         then_us = task.due_us + round(seconds * 1_000_000)
         return _or_now(moved_us.setdefault(task.delivery_id, then_us))
 

@@ -1,4 +1,4 @@
-"""What is known about a task: where it is, why it waits, how it ended, and what to look at."""
+"""The story of a task: where it is, why it waits, how it ended, and what to look at."""
 
 from __future__ import annotations
 
@@ -66,14 +66,18 @@ def _of_waiting(app: Celery, task: Waiting, lines: Sequence[RateLine]) -> Iterat
         else f"due in {duration(-late_seconds)}"
     )
     to = f"the queue {task.queue}" if task.queue else f"the exchange {task.exchange}"
-    yield f"waits in {where} for {to}, {due}"
+    held = task.held
+    yield f"waits in {where} for {to}, {'held' if held else due}"
+    if held:
+        since = f"it was due {_at(app, held.due_us)}"
+        yield f"held by {held.by} as {held.hold}, {since}: `delay release` lets it go"
     if task.refusal:
         yield f"parked, and tried again by workers: {task.refusal}"
     for line in lines:
         if name_of(line.task, line.key) in places_in(task.place):
-            held = f", held until {_at(app, line.held_until_us)}" if line.held_until_us else ""
+            until = f", held until {_at(app, line.held_until_us)}" if line.held_until_us else ""
             key = "" if line.key is None else f"[{line.key}]"
-            yield f"limited by {line.task}{key} {line.rate}, {line.waiting:,} wait{held}"
+            yield f"limited by {line.task}{key} {line.rate}, {line.waiting:,} wait{until}"
     if task.key:
         yield f"sent under the {task.kind} key {task.key}"
     if late_seconds > 0:
