@@ -87,7 +87,6 @@ def examine(app: Any) -> list[Finding]:
         *_of_rated_names(app, settings),
         *_of_schedules(app, settings),
         *_of_telemetry(settings),
-        *_of_holds(app),
     ]
     return list(dict.fromkeys(found))
 
@@ -127,6 +126,7 @@ def _found_on(
             yield from found
         if has_store:
             yield from _of_lines(connection, settings)
+            yield from _of_holds(app)
     except away as exc:
         problem = f"cannot use the broker {connection.as_uri()}: {type(exc).__name__}: {exc}"
         if is_alone:  # it needs the broker
@@ -157,7 +157,7 @@ def _of_lines(connection: Any, settings: DelaySettings) -> Iterator[Finding]:
 
 
 def _of_holds(app: Any) -> Iterator[Finding]:
-    with suppress(NativeDelayError, OperationalError):  # the other checks say so
+    with suppress(NativeDelayError):  # the other checks say so
         for hold in Delay(app).holds():
             seconds = time_ns() / 1e9 - (hold.since_us or 0) / 1e6
             if hold.stops and seconds > _FORGOTTEN_SECONDS:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from base64 import b64decode
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import datetime
@@ -10,9 +12,10 @@ from functools import partial
 from typing import Any
 
 from flower.api import BaseApiHandler
-from tornado import web
+from tornado import escape, web
 
 from ..app.delay import Delay, listed
+from ..app.holds import TAKEN_UP_SECONDS
 from ..durations import moment_of, seconds_of
 from ..errors import InvalidDueTime, InvalidQuery
 from ..records.waiting import Outcome
@@ -21,6 +24,9 @@ from .pages import Errors, ParkedHandler, ScheduleEntries, long_json
 
 #: The time limit of a change, in seconds. Changing one task takes a millisecond or two.
 _CHANGE_SECONDS = 60.0
+
+#: The time limit of a release, in seconds: some milliseconds for each task.
+_RELEASE_SECONDS = 86_400.0
 
 #: The largest number of ids in one request, so that the request ends within the time limit.
 _MOST_AT_ONCE = 1000
@@ -176,6 +182,55 @@ class ChangeSchedule(ApiHandler):
         if "error" in answer:
             self.set_status(404)
         self.write(answer)
+
+
+class ListHolds(ApiHandler):
+    @web.authenticated
+    async def get(self) -> None:
+        """Send the holds, the drops and the pauses of ``RetryAfter``."""
+        holds = await self.asking.delay(lambda delay: delay.holds())
+        self.write({"holds": [each.as_json() for each in holds]})
+
+
+class ChangeHolds(ApiHandler):
+    @web.authenticated
+    async def post(self, verb: str) -> None:
+        """Hold, drop or release tasks; the JSON body has ``task``, ``key``, ``search``, ….
+
+        A release that takes longer goes on after the answer, and :class:`ListHolds` lists it.
+        """
+        self.changes()
+        body = self.body()
+        given = {name: body[name] for name in ("task", "key", "search", "rate") if body.get(name)}
+        if "task" not in given:
+            raise web.HTTPError(400, "expected the name of a task, or a pattern such as shop.*")
+        if body.get("for"):
+            given["seconds"] = seconds_of(str(body["for"]))
+        if verb != "release":
+            given.pop("rate", None)
+            given["by"] = self._user()
+        if verb == "drop":
+            given.pop("seconds", None)
+        asked = asyncio.ensure_future(
+            self.asking.delay(
+                lambda delay: getattr(delay, verb)(**given), within_seconds=_RELEASE_SECONDS
+            )
+        )
+        done, _ = await asyncio.wait({asked}, timeout=2 * TAKEN_UP_SECONDS)
+        self.application.delays_summary = None
+        found = done.pop().result() if done else None
+        if isinstance(found, int):
+            self.write({"message": f"{found:,} task(s) released", "released": found})
+        elif found is None:
+            self.write({"message": "it takes some time: the page shows when it is done"})
+        else:
+            self.write({"message": f"{found.name}: workers follow within 5 s"} | found.as_json())
+
+    def _user(self) -> str:
+        if isinstance(self.current_user, str | bytes):  # of OAuth
+            return escape.to_unicode(self.current_user)
+        login = self.request.headers.get("Authorization", "").partition(" ")[2]
+        return b64decode(login).decode().partition(":")[0] or "Flower"
 
 
 class ListParked(ApiHandler, ParkedHandler):

@@ -94,6 +94,8 @@ HANDLERS = [
     url(r"/api/delays/schedules/(pause|resume|run-now)/(.*)", api.ChangeSchedule),
     url(r"/api/delays/parked", api.ListParked),
     url(r"/api/delays/parked/(requeue|purge)", api.ChangeParked, name="delays-parked-change"),
+    url(r"/api/delays/holds", api.ListHolds),
+    url(r"/api/delays/(hold|drop|release)", api.ChangeHolds, name="delays-holds-change"),
     url(r"/api/delays/(cancel|reschedule|run-now)", api.ChangeMany, name="delays-change"),
     url(r"/api/delay/(cancel|reschedule|run-now)/(.+)", api.ChangeOne),
     url(r"/api/delay/(.+)", api.ShowDelay),

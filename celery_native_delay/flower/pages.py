@@ -17,7 +17,7 @@ from tornado import web
 from ..app.delay import Delay, listed
 from ..errors import InvalidQuery, NativeDelayError, NoStore, StoreUnavailable
 from ..finding import WRONG, Finding
-from ..records.waiting import Query
+from ..records.waiting import HELD_FROM_US, Query
 from ..transports.interface import AdminPart
 from .asking import Asking
 
@@ -142,6 +142,7 @@ class Summary(Shared):
                 if each.level == WRONG
             ],
             "histogram": [],
+            "holds": [],
             "error": None,
         }
         try:
@@ -184,12 +185,13 @@ def _status(part: AdminPart) -> tuple[dict[str, Any], list[Finding]]:
 def _numbers(delay: Delay) -> dict[str, Any]:
     bars = delay.histogram(bars=_BARS)
     now_us = round(time() * 1e6)
-    ahead = delay.ls(Query(from_us=now_us), limit=1)
+    ahead = delay.ls(Query(from_us=now_us, until_us=HELD_FROM_US), limit=1)
     return {
         "waiting": delay.count(),
         # Overdue tasks have their own number.
         "next_due_us": ahead[0].due_us if ahead else None,
         "overdue": delay.count(Query(until_us=now_us)),
+        "holds": [each.as_json() for each in delay.holds() if each.mode != "RetryAfter"],
         "histogram": [[bar.from_us, bar.until_us, bar.count] for bar in bars],
     }
 
@@ -229,7 +231,9 @@ class DataTable(Errors):
         except StoreUnavailable as exc:
             self.write(answer | {"unavailable": str(exc)})
             return
-        answer["data"] = [task.as_json() | {"due_us": task.due_us} for task in page]
+        answer["data"] = [
+            task.as_json() | {"due_us": round(task.due.timestamp() * 1e6)} for task in page
+        ]
         answer |= {"recordsTotal": in_all, "recordsFiltered": page.total, "counted": counted}
         self.write(answer)
 

@@ -241,6 +241,41 @@ def test_without_a_password_and_read_only_nothing_can_be_changed(flowers: Flower
 
 
 @pytest.mark.ci
+def test_the_page_holds_tasks_warns_of_the_hold_and_releases_it(
+    fleet: Fleet, flowers: Flowers
+) -> None:
+    flower = flowers.start(user=USER, wait=False)
+    fleet.worker()
+    app = fleet.app()
+    send(app, 3)
+    flower.ready()
+    with browser() as chrome:
+        page = DelaysPage(chrome, flower)
+        page.lists(3)
+        page.click("#delays-hold")
+        page.wait(lambda: page.dialog_is_open("#delays-hold-dialog"))
+        page.find("#delays-hold-task").send_keys("no*")
+        page.click("#delays-hold-yes")
+        page.told("no*: workers follow within 5 s")
+        page.wait(lambda: "no* is held by admin since" in page.text("#delays-holds"))
+        wait_until(lambda: app.send_task("note") and Delay(app).holds()[0].held > 0)
+        page.wait(lambda: re.search(r"[0-9]+ tasks? waits?", page.text("#delays-holds")))
+        page.wait(lambda: "held" in page.text("#delays-table tbody"))
+        assert "year" not in page.text("#delays-next")
+        page.click("#delays-holds button")
+        page.wait(lambda: page.dialog_is_open("#delays-hold-dialog"))
+        page.find("#delays-hold-rate").send_keys("1/x", Keys.ENTER)
+        page.wait(lambda: "expected a rate" in page.text("#delays-hold-error"))
+        page.find("#delays-hold-rate").clear()
+        page.click("#delays-hold-yes")
+        page.told("released")
+        page.wait(lambda: not page.find("#delays-holds").is_displayed())
+        assert [each for each in page.complaints() if "400" not in each] == []
+    wait_until(lambda: Delay(app).count() == 3)
+    assert flower.json("/api/delays/holds") == {"holds": []}
+
+
+@pytest.mark.ci
 def test_stock_flower_with_one_line_of_configuration_has_the_page(
     fleet: Fleet, flowers: Flowers
 ) -> None:

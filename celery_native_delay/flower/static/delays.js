@@ -24,6 +24,9 @@
         failed = "",            // why the last search was not answered
         bars = [], drawn = "",  // of the histogram, and what of it is on the page
         told = "",              // the problems that are on the page
+        heldNow = "",           // the holds that are on the page
+        toRelease = null,       // the hold that the dialog is about
+        HELD = {hold: "is held", drop: "is thrown away", release: "is being released", ended: "was held"},
         stop = 0,               // the bar that Tab leads to
         address = "",           // the query string that says what is shown
         table;
@@ -53,6 +56,7 @@
         $(byId("show-parked")).toggleClass("d-none", !found.parked);
         $(byId("error")).toggleClass("d-none", !found.error).text(found.error || "");
         showProblems(found.problems);
+        showHolds(found.holds);
         $(byId("list")).add(byId("histogram-panel")).toggleClass("d-none", Boolean(found.error));
         showHistogram(found.histogram);
         showLevels(found.levels);
@@ -67,6 +71,59 @@
         $(list).toggleClass("d-none", !problems.length).empty().append(problems.map(function (each) {
             return $("<li>").text(shared.visible(each.problem)).append($("<small>").text(shared.visible(each.remedy)));
         }));
+    }
+
+    // ---- holds ----------------------------------------------------------------------------
+
+    function showHolds(holds) {
+        var list = byId("holds");
+        if (heldNow === (heldNow = JSON.stringify(holds))) {
+            return;
+        }
+        $(list).toggleClass("d-none", !holds.length).empty().append(holds.map(function (hold) {
+            var times = [["since", hold.since], ["until", hold.until]].map(function (each) {
+                return each[1] ? " " + each[0] + " " + timeTag(Date.parse(each[1]) * 1000) : "";
+            });
+            return $("<li>").html("<strong>" + isolated(hold.name) + "</strong> " + HELD[hold.mode] +
+                (hold.by ? " by " + isolated(hold.by) : "") + times.join("") +
+                (hold.held ? ": " + plural(hold.held) + (hold.held === 1 ? " waits " : " wait ") : " "))
+                .append(mayChange ? $('<button type="button" class="btn btn-sm btn-danger">Release\u2026</button>')
+                    .on("click", function () { askHold(hold); }) : "");
+        }));
+    }
+
+    function askHold(hold) {
+        var fields = $(".delays-hold-field");
+        toRelease = hold;
+        document.getElementById("delays-hold-form").reset();
+        byId("hold-title").innerHTML = hold ? "Release " + isolated(hold.name) + "?" : "Hold tasks";
+        byId("hold-consequence").textContent = hold ? "The tasks that wait run, oldest first." :
+            "Within five seconds, workers start no more of these tasks. What runs goes on.";
+        fields.toggleClass("d-none", Boolean(hold)).last().toggleClass("d-none", !hold);
+        $(byId("hold-drop")).toggleClass("d-none", Boolean(hold));
+        $(byId("hold-yes")).text(hold ? "Release" : "Hold");
+        byId("hold-error").textContent = "";
+        bootstrap.Modal.getOrCreateInstance(byId("hold-dialog")).show();
+    }
+
+    function changeHold(event) {
+        var by = event.originalEvent.submitter, verb = toRelease ? "release" : by ? by.value : "hold", body = {},
+            buttons = $("#delays-hold-form .modal-footer button");
+        event.preventDefault();
+        ["task", "key", "search", "for", "rate"].forEach(function (name) {
+            body[name] = byId("hold-" + name).value.trim() || null;
+        });
+        body = $.extend(body, toRelease && {task: toRelease.task, key: toRelease.key, search: toRelease.search});
+        buttons.prop("disabled", true);
+        post(verb, body).done(function (answer) {
+            bootstrap.Modal.getOrCreateInstance(byId("hold-dialog")).hide();
+            toast(answer.message, "success");
+        }).fail(function (xhr) {
+            byId("hold-error").textContent = sayWhy(xhr);
+        }).always(function () {
+            buttons.prop("disabled", false);
+            refresh();
+        });
     }
 
     // The end of the scale: one digit and zeros, which is at least *most*.
@@ -280,8 +337,11 @@
             }
         }, {
             data: "due_us", className: "delays-due",
-            render: function (us) {
+            render: function (us, type, task) {
                 var late = us / 1000 < Date.now() ? ' class="is-overdue"' : "";
+                if (task.held) {
+                    return timeTag(us, '<span class="is-overdue" title="' + escapeHtml(task.held) + '">held</span> ');
+                }
                 return timeTag(us, "<span" + late + ">" + inWords(us) + "</span> ");
             }
         }, {
@@ -560,6 +620,11 @@
             });
         });
         $("#delays-form").on("submit", confirmed);
+        $("#delays-hold").on("click", function () { askHold(null); });
+        $("#delays-hold-form").on("submit", changeHold);
+        $("#delays-hold-dialog").on("shown.bs.modal", function () {
+            byId(toRelease ? "hold-rate" : "hold-task").focus();
+        });
         $("#delays-show-parked").on("click", showParked);
         $("#delays-requeue").on("click", function () {
             changeParked("requeue", {}, function (answer) { return answer.message; });
