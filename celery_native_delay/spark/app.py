@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,8 @@ from ..records.runs import RunRecord
 from ..settings import DelaySettings
 from .options import FanOutOptions
 from .spreading import Spread, spread_of
+
+_ENVIRONMENT_NAME = re.compile("[A-Z][A-Z0-9_]*")
 
 
 @dataclass(frozen=True)
@@ -65,8 +68,7 @@ def load_app(path: str) -> Celery:
     except Exception as exc:  # importing a module may raise any error
         raise InvalidFanOut(
             f"expected app {path!r} to be importable by the executors' Python, got "
-            f"{type(exc).__name__}: {exc}; ship it with spark.submit.pyFiles, --archives or "
-            f"addArtifact(), or install it there"
+            f"{type(exc).__name__}: {exc}; {_way_to_import(exc)}"
         ) from exc
     if isinstance(app, Proxy):
         app = app._get_current_object()
@@ -79,6 +81,15 @@ def load_app(path: str) -> Celery:
             f"celery_native_delay.install(app)"
         )
     return app
+
+
+def _way_to_import(error: Exception) -> str:
+    if isinstance(error, KeyError) and _ENVIRONMENT_NAME.fullmatch(name := str(error.args[0])):
+        return f"if this is an environment variable, set spark.executorEnv.{name}"
+    return (
+        "ship it with spark.submit.pyFiles, --archives or addArtifact(), or install it there; "
+        "executors have the environment variables of spark.executorEnv.NAME only"
+    )
 
 
 def describe(call: Call) -> AppFacts:

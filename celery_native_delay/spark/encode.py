@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timedelta
 from enum import Enum
-from typing import Any
+from typing import Any, TypeAlias
 from zoneinfo import ZoneInfo
 
 import numpy as np
@@ -35,6 +35,12 @@ _ENDLESS_SECONDS = 10**10
 _ENDLESS_US = _ENDLESS_SECONDS * 1_000_000
 
 _MICROSECOND = timedelta(microseconds=1)
+
+#: Called with the number of accepted rows of a partition, and the first due time in microseconds.
+Tell: TypeAlias = Callable[[int, int], object]
+
+_NEVER_US = 1 << 62
+_DUE = SENT_COLUMNS.index("due_us")
 
 _LONGS = ("due_us", "priority", "expires_us")
 _ENCODED = (*SENT_COLUMNS, "line")
@@ -67,12 +73,13 @@ def encoded(
     longest_seconds: float,
     spread: Spread | None = None,
     keep: Sequence[str] = (),
+    tell: Tell | None = None,
 ) -> Any:
     """Return a DataFrame with one encoded task per row, in the columns ``SENT_COLUMNS``.
 
     First come the columns of *df* named in *keep*. If a row is rejected, the column ``error`` has
     the reason, else null. A row with a delay above *longest_seconds* is rejected. If *spread* is
-    given, due times move later, to obey a rate limit.
+    given, due times move later, to obey a rate limit. *tell* is called at the end of a partition.
     """
     frame, types = inputs(df, options)
     encoder = Encoder(options, types, longest_seconds=longest_seconds)
@@ -80,7 +87,7 @@ def encoded(
     for name in _ENCODED:
         schema.add(name, t.LongType() if name in _LONGS else t.StringType())
     key = None if spread is None else spread.column
-    encode = _batch_encoder(encoder, options.run_id, keep, key)
+    encode = _batch_encoder(encoder, options.run_id, keep, key, tell)
     kept = [f.col(name).alias(f"kept_{name}") for name in keep]  # another column may be so named
     result = frame.select(*kept, *encoder.slot_names).mapInArrow(encode, schema)
     if spread is not None:
@@ -302,12 +309,13 @@ def _plain(value: Any, kind: Any) -> Any:
 
 
 def _batch_encoder(
-    encoder: Encoder, run_id: str, keep: Sequence[str], key: str | None
+    encoder: Encoder, run_id: str, keep: Sequence[str], key: str | None, tell: Tell | None
 ) -> Callable[[Iterator[Any]], Iterator[Any]]:
     """Return a mapInArrow() function that encodes rows and copies the columns *keep* and *key*."""
     kept = len(keep)
 
     def encode(batches: Iterator[Any]) -> Iterator[Any]:
+        count, first_us = 0, _NEVER_US
         for batch in batches:
             columns = batch.columns[kept:]
             made = [*zip(*encoder.rows(columns, run_id), strict=True)] or [()] * len(SENT_COLUMNS)
@@ -316,6 +324,10 @@ def _batch_encoder(
             arrays = [pa.array(one, kind) for one, kind in typed]
             whole = [*batch.columns[:kept], *arrays]
             yield pa.RecordBatch.from_arrays(whole, names=[*keep, *_ENCODED])
+            due = [one for one in made[_DUE] if one is not None]
+            count, first_us = count + len(due), min((*due, first_us))
+        if tell is not None and count:
+            tell(count, first_us)
 
     return encode
 
@@ -324,7 +336,7 @@ def _check_exists(df: Any, slot: Slot) -> None:
     """Raise InvalidFanOut if the column does not exist, or if several columns match."""
     name = slot.column
     alike = [one for one in df.columns if isinstance(name, str) and one.lower() == name.lower()]
-    if alike == [name]:
+    if alike == [name] and "." not in alike[0]:
         return
     try:
         if isinstance(name, str) and "." not in name and (not alike or alike.count(name) > 1):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import pickle
+import re
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from time import monotonic
@@ -23,15 +25,18 @@ from ..errors import FanOutFailed, InvalidFanOut, NativeDelayError
 from ..now import moment
 from . import encode
 from .app import AppFacts, Call, close_run, describe, open_run
-from .encode import SENT_COLUMNS
+from .encode import SENT_COLUMNS, Tell
 from .executor import ANSWERS, LEDGER_COLUMNS, answers_of, asker, sender
-from .live_counts import LiveCounts, context_of
+from .live_counts import LiveCounts, context_of, tell_encoded
 from .options import FanOutKeywords, FanOutOptions
 from .plan import Plan, make_plan
 from .receipts import Failure, Receipt
 from .sending import SendJob, warn_of_late_sending
 
 logger = logging.getLogger(__name__)
+
+#: A function of the present time, in a plan of Spark.
+_NOW = re.compile(r"\b(current_timestamp|current_date|now|localtimestamp)\(")
 
 
 @dataclass(frozen=True)
@@ -134,6 +139,7 @@ class FanOut:
             raise InvalidFanOut(f"expected options among {known}: {exc}") from exc
         self._df = df
         self._has_run_id = "run_id" in options
+        self._has_warned = False
         self._inputs, _ = encode.inputs(df, self.options)
 
     @property
@@ -171,7 +177,9 @@ class FanOut:
         """A DataFrame with one encoded task per row; a rejected row has the reason in ``error``."""
         return self._encoded(self._df)
 
-    def _encoded(self, df: Any, *keep: str, options: FanOutOptions | None = None) -> Any:
+    def _encoded(
+        self, df: Any, *keep: str, options: FanOutOptions | None = None, tell: Tell | None = None
+    ) -> Any:
         facts = self.facts
         return encode.encoded(
             df,
@@ -179,6 +187,7 @@ class FanOut:
             longest_seconds=facts.longest_seconds,
             spread=facts.spread,
             keep=keep,
+            tell=tell,
         )
 
     def plan(self) -> Plan:
@@ -187,10 +196,12 @@ class FanOut:
         Raises:
             InvalidFanOut: an executor cannot import the app, or the app lacks the task or a queue.
         """
+        self._warn_if_volatile()
         return make_plan(self.encoded, self.facts, self.options)
 
     def rejected(self) -> Any:
         """Return a DataFrame of the rejected rows; the added column ``_error`` has the reason."""
+        self._warn_if_volatile()
         return (
             self._encoded(self._df, "row")
             .where("error is not null")
@@ -213,7 +224,7 @@ class FanOut:
                 result, which lists these tasks.
             ledger: the path to which Spark appends the tasks of this job, as Parquet, when it ends:
                 ``task_id``, ``run_id``, ``task``, ``due``, ``queue`` and the columns *id_cols*, for
-                :func:`reconcile`. They are the rows that were sent, or should have been.
+                :func:`reconcile`. An id column with such a name becomes ``id_due``, for example.
 
         Raises:
             InvalidFanOut: an executor cannot import the app, or the app lacks the task or a queue,
@@ -226,16 +237,18 @@ class FanOut:
         _ = self.facts  # checks the app first
         opening = partial(open_run, options.app, self.run_id, options.task, options.now_us)
         run = self._ask(opening)
+        self._warn_if_volatile()
         self._warn_of_repeats(run is not None)
         if run is not None:
             options = replace(options, now=moment(run.began_us))
         keys = self._keys if ledger is not None else {}
-        frame = self._encoded(self._df, *keys, options=options)
         context = context_of(spark)
         slots = options.connections if context is None else context.defaultParallelism
         rate = options.max_rate
         started = monotonic()
         with LiveCounts(spark, job_id) as counts:
+            tell = None if counts.address is None else partial(tell_encoded, counts.address, job_id)
+            frame = self._encoded(self._df, *keys, options=options, tell=tell)
             each = None if rate is None else rate / min(options.connections, slots)
             job = SendJob.of(
                 options, run, job_id, run_id=self.run_id, max_rate=each, driver=counts.address
@@ -253,6 +266,13 @@ class FanOut:
                 raise
         receipts = [answer for answer in answers if isinstance(answer, Receipt)]
         failures = [answer for answer in answers if isinstance(answer, Failure)]
+        if again := counts.sent_again({(each.partition, each.attempt) for each in receipts}):
+            logger.warning(
+                "native delay: Spark repeated a part of the job, so %s tasks or more were sent "
+                "twice; they run %s",
+                f"{again:,}",
+                "once" if job.once else "twice",
+            )
         receipts.sort(key=lambda receipt: receipt.partition)
         seconds = monotonic() - started
         result = FanOutResult(self.run_id, seconds, receipts, failures, options.app)
@@ -269,20 +289,24 @@ class FanOut:
 
     @property
     def _keys(self) -> dict[str, str]:
-        """The names of the columns *id_cols* by their names inside ``FanOut``."""
-        return {
+        """The names of the columns *id_cols* in a ledger, by their names inside ``FanOut``."""
+        names = {
             f"key{number}": column.replace("`", "")
             for number, column in enumerate(self.options.id_cols)
             if isinstance(column, str)
         }
+        taken = ("task_id", "run_id", "task", "due", "queue")
+        return {key: f"id_{one}" if one.lower() in taken else one for key, one in names.items()}
 
     def _sent(
         self, frame: Any, job: SendJob, keys: dict[str, str], ledger: str | None
     ) -> list[Any]:
         """Send the rows of *frame*; return the answers of executors."""
         # A shuffle, and no coalesce(): the rows are computed with all slots of the cluster, and
-        # sent by few tasks. By id, so that a repeated task of Spark has the same rows.
+        # sent by few tasks. By id, so that a repeated task of Spark has the same rows. In the order
+        # of due times, so that few are late.
         frame = frame.select(*keys, *SENT_COLUMNS).repartition(self.options.connections, "task_id")
+        frame = frame.sortWithinPartitions("due_us")
         if ledger is None:
             return answers_of(frame.mapInArrow(sender(job), ANSWERS))
         types = {field.name: field.dataType.simpleString() for field in frame.schema.fields}
@@ -300,6 +324,21 @@ class FanOut:
         )
         tasks.write.mode("append").parquet(ledger)
         return [pickle.loads(answer) for answer in told.get["answers"]]
+
+    def _warn_if_volatile(self) -> None:
+        """Log a warning, once, if Spark computes other values each time. Connect does not tell."""
+        with suppress(Exception):  # _jdf is no public name of Spark
+            analyzed = self._df._jdf.queryExecution().analyzed()
+            is_volatile = not analyzed.deterministic() or _NOW.search(analyzed.toString())
+            if is_volatile and not self._has_warned:
+                self._has_warned = True
+                logger.warning(
+                    "native delay: rows of run %s differ each time Spark computes them, as they "
+                    "contain uuid(), rand(), current_timestamp() or the like: plan() and "
+                    "rejected() show other rows than send() sends, and a repeated send() may send "
+                    "other task ids; write the rows down first, for example as Parquet",
+                    self.run_id,
+                )
 
     def _warn_of_repeats(self, is_stored: bool) -> None:
         if not self._has_run_id:

@@ -6,8 +6,12 @@ written as ``<length>:<text>``, so that different rows always give different tex
 
 from __future__ import annotations
 
+from datetime import datetime
 from hashlib import sha1
 from uuid import UUID
+
+from ..due_time import due_us
+from ..errors import InvalidFanOut
 
 #: Never change this value: stored ledgers and waiting messages have ids that were made with it.
 NAMESPACE = UUID("6a1f5d3e-0a3c-5b0e-9d4f-3c1d2f7b8e90")
@@ -16,6 +20,11 @@ _OF_NAMESPACE = sha1(NAMESPACE.bytes, usedforsecurity=False)
 
 def task_id_of(run_id: str, task: str, *key: object) -> str:
     """Return a row's task id; *key* has the row's values in the columns ``id_cols``.
+
+    A value of a timestamp column is an aware datetime, in any zone.
+
+    Raises:
+        InvalidFanOut: *key* has a datetime without a time zone.
 
     >>> task_id_of("reminders-2026-11-20", "shop.remind", 7)
     'ef7057f5-c7da-5c4e-9bff-be5cb56703eb'
@@ -33,9 +42,16 @@ def id_of(parts: str) -> str:
 
 
 def key_text(value: object) -> str:
-    """Return a value as text, in the format of Spark's cast to string."""
+    """Return a value as text, in the format of Spark's cast to string; times in microseconds."""
     if isinstance(value, bool):
         return "true" if value else "false"
+    if isinstance(value, datetime):
+        if value.tzinfo is None:
+            raise InvalidFanOut(
+                f"expected a datetime with a time zone in the key of a task id, got {value!r}: "
+                f"add the zone of the column's times, such as tzinfo=UTC"
+            )
+        return str(due_us(value))
     return str(value)
 
 

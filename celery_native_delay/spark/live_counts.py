@@ -1,7 +1,8 @@
 """Executors report the number of sent tasks to the driver by UDP, during a Spark job.
 
-If the job is interrupted, the driver logs these numbers, because Spark has results only of ended
-Spark tasks. If a UDP datagram is lost, the logged numbers are too low.
+The driver shows these numbers in a terminal or a notebook. If the job is interrupted, the driver
+logs them, because Spark has results only of ended Spark tasks. If a UDP datagram is lost, the
+numbers are too low.
 
 On Ctrl-C, PySpark fails to cancel the Spark job: PySpark's signal handler calls the JVM on a
 connection that is in use. So this module cancels the job, and tells executors to stop.
@@ -10,14 +11,23 @@ connection that is in use. So this module cancels the job, and tells executors t
 from __future__ import annotations
 
 import json
+import logging
 import socket
+import sys
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from threading import Condition, Thread
 from time import monotonic
 from typing import Any, Self
 
+from pyspark import TaskContext
+
 from ..bulk.batch import Bulk
+from ..durations import duration
+from ..now import moment, time_ns
+
+logger = logging.getLogger(__name__)
 
 #: Seconds between two reports of a Spark task.
 _REPORT_SECONDS = 0.2
@@ -28,9 +38,16 @@ _LAST_REPORT_SECONDS = 2.0
 _STOP = b"stop"
 
 
+#: Seconds between two lines of progress, and from the first confirm to the estimate of the end.
+_SHOWN_EVERY_SECONDS, _ESTIMATED_AFTER_SECONDS = 0.5, 5.0
+
+
 @dataclass(frozen=True)
 class CountsReport:
-    """The number of Celery tasks that one Spark task attempt has sent until now."""
+    """The number of Celery tasks that one Spark task attempt has sent until now.
+
+    Before, an attempt that encodes rows reports their number, and the first due time.
+    """
 
     job: str
     partition: int
@@ -39,6 +56,8 @@ class CountsReport:
     confirmed: int = 0
     in_doubt: int = 0
     is_last: bool = False
+    encoded: int = 0
+    first_us: int = 0
 
 
 class LiveCounts:
@@ -50,6 +69,11 @@ class LiveCounts:
         self._senders: set[Any] = set()
         self._changed = Condition()
         self._is_stopped = False
+        #: By partition: the report about its encoded rows.
+        self._encoded: dict[int, CountsReport] = {}
+        self._shows = sys.stderr.isatty() or "ipykernel" in sys.modules
+        self._began = self._next_shown = 0.0
+        self._is_estimated = False
         self._socket: socket.socket | None = None
         self.address: tuple[str, int] | None = None
         """The host and port to which executors report; None with Spark Connect."""
@@ -72,6 +96,8 @@ class LiveCounts:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._next_shown:
+            sys.stderr.write("\n")
         if self._context is not None:
             with suppress(Exception):  # the JVM may be gone
                 self._context.removeJobTag(self._job)
@@ -95,6 +121,15 @@ class LiveCounts:
             with suppress(Exception):  # the JVM may be gone
                 self._context.cancelJobsWithTag(self._job)
         return account
+
+    def sent_again(self, kept: Collection[tuple[int, int]]) -> int:
+        """Return how many tasks were sent by attempts that Spark repeated, at least.
+
+        *kept* has the partition and the attempt of each result.
+        """
+        with self._changed:
+            reports = self._reports.items()
+            return sum(report.sent for attempt, report in reports if attempt not in kept)
 
     def _account(self) -> str:
         reports = self._reports.values()
@@ -125,6 +160,9 @@ class LiveCounts:
                 self._add(report, sender)
 
     def _add(self, report: CountsReport, sender: Any) -> None:
+        if report.encoded:
+            self._encoded[report.partition] = report
+            return
         with self._changed:
             key = report.partition, report.attempt
             known = self._reports.get(key)
@@ -134,6 +172,41 @@ class LiveCounts:
             if self._is_stopped:
                 self._send_stop(sender)
             self._changed.notify()
+        if report.confirmed and not self._began:
+            self._began = monotonic()
+        self._show(monotonic())
+
+    def _show(self, now: float) -> None:
+        """Show the progress; after some seconds, log when sending ends if tasks are due before."""
+        reports, encoded = self._reports.values(), self._encoded.values()
+        sent, confirmed = (sum(getattr(r, name) for r in reports) for name in ("sent", "confirmed"))
+        total = sum(report.encoded for report in encoded)
+        per_second = confirmed / (now - self._began) if now > self._began > 0 else 0.0
+        left_seconds = max(total - confirmed, 0) / per_second if per_second else None
+        if self._shows and now >= self._next_shown:
+            self._next_shown = now + _SHOWN_EVERY_SECONDS
+            left = "" if left_seconds is None else f", {duration(round(left_seconds))} left"
+            sys.stderr.write(
+                f"\r{sent:,} of {total:,} tasks sent, {confirmed:,} confirmed, "
+                f"{per_second:,.0f}/s{left}\033[K"
+            )
+            sys.stderr.flush()
+        if (
+            left_seconds is None
+            or self._is_estimated
+            or now < self._began + _ESTIMATED_AFTER_SECONDS
+        ):
+            return
+        self._is_estimated = True
+        ends_us = time_ns() // 1000 + round(left_seconds * 1e6)
+        if min((report.first_us for report in encoded), default=ends_us) < ends_us:
+            logger.warning(
+                "native delay: at %s tasks/s, the last of %s is sent at %s: tasks that are due "
+                "before may be late, those that are due first are sent first",
+                f"{per_second:,.0f}",
+                f"{total:,}",
+                f"{moment(ends_us):%Y-%m-%d %H:%M:%SZ}",
+            )
 
     def _send_stop(self, sender: Any) -> None:
         assert self._socket is not None
@@ -147,6 +220,15 @@ def context_of(spark: Any) -> Any:
         return spark.sparkContext
     except Exception:  # the error differs between releases of Spark
         return None
+
+
+def tell_encoded(address: tuple[str, int] | None, job: str, count: int, first_us: int) -> None:
+    """Tell the driver how many rows a Spark task attempt has encoded, and the first due time."""
+    context = TaskContext.get()
+    if context is not None:
+        reporter = Reporter(address, job, context.partitionId(), context.taskAttemptId())
+        reporter.send(encoded=count, first_us=first_us)
+        reporter.close()
 
 
 class Reporter:
@@ -175,14 +257,23 @@ class Reporter:
         self._next = monotonic() + _REPORT_SECONDS
         sent, in_doubt = batch.result.sent, batch.unconfirmed_count
         confirmed = sent - in_doubt - len(batch.result.refused)
-        report = CountsReport(*self._identity, sent, confirmed, in_doubt, is_last)
+        self.send(sent=sent, confirmed=confirmed, in_doubt=in_doubt, is_last=is_last)
         with suppress(OSError):
-            self._socket.send(json.dumps(asdict(report)).encode())
             return self._socket.recv(16) == _STOP
         return False
+
+    def send(self, **counts: int) -> None:
+        """Send a :class:`CountsReport` to the driver."""
+        if self._socket is not None:
+            report: Any = asdict(CountsReport(*self._identity)) | counts
+            with suppress(OSError):
+                self._socket.send(json.dumps(report).encode())
 
     def end(self, batch: Bulk) -> None:
         """Send the final counts of sent tasks to the driver, then close the socket."""
         self.report(batch, is_last=True)
+        self.close()
+
+    def close(self) -> None:
         if self._socket is not None:
             self._socket.close()

@@ -232,7 +232,7 @@ class GivenUp:
 
 
 class Pace:
-    """Limits the tasks sent per second; after a pause, sends up to one second's tasks at once."""
+    """Limits the tasks sent per second; after a pause, sends the tasks of 0.2 s at once."""
 
     def __init__(self, per_second: float | None) -> None:
         self._interval = 1 / per_second if per_second else 0.0
@@ -244,4 +244,4 @@ class Pace:
         now = monotonic()
         if self._next > now:
             sleep(self._next - now)
-        self._next = max(self._next, now - 1) + self._interval
+        self._next = max(self._next, now - 0.2) + self._interval

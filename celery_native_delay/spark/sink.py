@@ -209,6 +209,10 @@ def _position(slot: Slot, columns: Sequence[str]) -> int:
         InvalidFanOut: there is no such column, or several columns have this name.
     """
     name = slot.column
+    if "." in name and name in columns:  # as in FanOut
+        raise no_such_column(slot, columns)
+    if name[:1] == name[-1:] == "`":
+        name = name[1:-1].replace("``", "`")
     alike = [place for place, one in enumerate(columns) if one.lower() == name.lower()]
     found = [place for place in alike if columns[place] == name] or alike
     if len(found) != 1:

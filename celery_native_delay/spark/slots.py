@@ -86,6 +86,11 @@ def no_such_column(slot: Slot, columns: Sequence[str]) -> InvalidFanOut:
             f"expected {slot.label} to be one column of this DataFrame, got {column_text(name)}, "
             f"which may be any of {', '.join(alike)}: rename or drop the others"
         )
+    if isinstance(name, str) and name in columns:
+        return InvalidFanOut(
+            f"expected {slot.label} to be a column of this DataFrame, got {column_text(name)}, "
+            f"which means the field behind the dot: write '`{name}`' with backticks for the column"
+        )
     value = f", or lit({name!r}) for all rows" if isinstance(name, str) else ""
     return InvalidFanOut(
         f"expected {slot.label} to be a column of this DataFrame ({', '.join(columns)}){value}, "

@@ -1,4 +1,4 @@
-"""The job of a nightly run; the arguments are the app's import path and the number of rows."""
+"""The job of a nightly run, with the app's import path and the number of rows as arguments."""
 
 import sys
 
@@ -8,7 +8,7 @@ from celery_native_delay.spark import FanOut
 
 app, rows = sys.argv[1], int(sys.argv[2])
 spark = (
-    SparkSession.builder.master("local[2]")
+    SparkSession.builder.master("local[2,4]")
     .config("spark.driver.bindAddress", "127.0.0.1")
     .config("spark.ui.enabled", "false")
     .config("spark.sql.shuffle.partitions", "1")

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from datetime import UTC, date, datetime, timedelta
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import pytest
 
@@ -47,15 +48,20 @@ def test_the_task_id_in_the_docs_is_right() -> None:
 def test_a_task_id_depends_on_run_task_and_key_only(spark: Any) -> None:
     """Neither partitions nor time zones matter; ``task_id_of`` gives the same id without Spark."""
     keys = [
-        (7, "plain", True, date(2026, 3, 29)),
-        (-1, 'é 🎉 % "quoted" \\', False, date(1999, 12, 31)),
-        (0, "", True, date(2026, 1, 1)),
+        (7, "plain", True, date(2026, 3, 29), NOW),
+        (-1, 'é 🎉 % "quoted" \\', False, date(1999, 12, 31), datetime(1999, 1, 1, tzinfo=UTC)),
+        (0, "", True, date(2026, 1, 1), NOW.astimezone(ZoneInfo("Asia/Kolkata"))),
     ]
-    df = spark.createDataFrame(keys, "number long, text string, flag boolean, day date")
-    options: dict[str, Any] = {"countdown": f.lit(60), "id_cols": ["number", "text", "flag", "day"]}
+    names = ["number", "text", "flag", "day", "at"]
+    df = spark.createDataFrame(
+        keys, "number long, text string, flag boolean, day date, at timestamp"
+    )
+    options: dict[str, Any] = {"countdown": f.lit(60), "id_cols": names}
     expected = {task_id_of("r", "shop.remind", *key) for key in keys}
     for rows in (df, df.repartition(3)):
         assert {row.task_id for row in encode(rows, **options)} == expected
+    with pytest.raises(InvalidFanOut, match=r"with a time zone in the key.*add the zone"):
+        task_id_of("r", "shop.remind", NOW.replace(tzinfo=None))
     others = [{"run_id": "s"}, {"task": "shop.charge"}, {"id_cols": ["text", "number"]}]
     for other in others:
         assert not expected & {row.task_id for row in encode(df, **options | other)}
@@ -198,6 +204,7 @@ def test_bad_rows_are_rejected_with_a_reason_and_other_rows_are_sent(spark: Any)
         ({"countdown": "wait", "kwargs": "text"}, "kwargs to be a list"),
         ({"countdown": "wait", "kwargs": {"not an argument": "text"}}, "arguments"),
         ({"countdown": "wait", "args": ["same"]}, "fields all have names of their own"),
+        ({"countdown": "wait", "args": ["a.b"]}, "got column 'a.b'.*write '`a.b`' with backticks"),
         ({"countdown": "wait", "args": ["twice"]}, "may be any of twice, twice: rename or drop"),
         ({"countdown": "wait", "kwargs": ["name"]}, "may be any of Name, name: rename or drop"),
         ({"countdown": "wait", "id_cols": ["wait"]}, "cast it, got double"),
@@ -361,9 +368,9 @@ def test_a_row_that_a_rate_delays_for_too_long_is_rejected(spark: Any) -> None:
 
 
 def test_a_plan_counts_rows_rejects_queues_and_due_times(
-    spark: Any, make_app: Callable[..., str]
+    spark: Any, make_app: Callable[..., str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The plan needs no broker."""
+    """The plan needs no broker. It warns of rows that differ each time."""
     df = spark.range(3_000).selectExpr(
         "id", "id % 2500 as number", "if(id % 7 = 0, null, id % 300 + 0.3D) as wait",
         "if(id % 3 = 0, 'vip', null) as queue",
@@ -390,3 +397,9 @@ def test_a_plan_counts_rows_rejects_queues_and_due_times(
     assert "have the task id of another row" in str(plan)
     assert fan_out.rejected().count() == 3_000 - len(sent)
     assert fan_out.rejected().columns == [*df.columns, "_error"]
+    assert "differ each time" not in caplog.text
+    volatile = df.withColumn("number", f.expr("uuid()"))
+    other = FanOut(volatile, app=fan_out.options.app, task="shop.remind", countdown="wait")
+    for _ in range(2):
+        other.rejected()
+    assert caplog.text.count("differ each time Spark computes them") == 1

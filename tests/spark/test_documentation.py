@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from celery import Celery
 
 pytest.importorskip("pyspark.sql.datasource", reason="Spark 3.5 has no data sources in Python")
 
+from celery_native_delay import Delay, InvalidFanOut, install
 from celery_native_delay.spark import task_id_of
 from tests.documents import code_beside, only
 from tests.integration.traffic import inbox
@@ -47,7 +53,7 @@ def test_the_examples_send_the_same_tasks(
     fan_out = fan_out.replace('ledger="ledger"', f"ledger={str(tmp_path / 'ledger')!r}")
     # On a busy machine, the plan alone may take longer than until the due times.
     exec(fan_out.replace("smear=900", 'smear=2, past="send"'), names)
-    shown = code_beside("spark-fan-out", "print(reminders.send(").removesuffix(" …")
+    shown = code_beside("spark-fan-out", "print(result)").removesuffix(" …")
     printed = capsys.readouterr().out
     assert shown in printed
     assert "10  no due time" in printed
@@ -64,6 +70,52 @@ def test_the_examples_send_the_same_tasks(
     with inbox(native_delay_rabbitmq_url, "celery") as letters:
         came = letters.wait_for(2 * 990)
     assert {arrival.message.headers["id"] for arrival in came} == expected
+
+
+def test_the_airflow_example_may_be_retried(
+    spark: Any,
+    apps_folder: Path,
+    tmp_path: Path,
+    native_delay_redis_url: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its function, called three times, sends each reminder once; then the run is cancelled."""
+    calls: list[Callable[..., str]] = []
+
+    def task(**options: Any) -> Callable[..., Any]:
+        assert options["retries"] == 2
+        return lambda function: lambda: calls.append(function)
+
+    sdk = SimpleNamespace(dag=lambda **_: lambda function: function, task=task)
+    monkeypatch.setitem(sys.modules, "airflow", SimpleNamespace(sdk=sdk))
+    monkeypatch.setitem(sys.modules, "airflow.sdk", sdk)
+    monkeypatch.setitem(sys.modules, "pendulum", SimpleNamespace(datetime=lambda *_, **__: None))
+    text = only("airflow-dag").text.replace("shop:app", "night_shop:app")
+    for name in ("orders", "ledger"):
+        text = text.replace(f'f"{name}/{{ds}}"', f'f"{tmp_path}/{name}/{{ds}}"')
+    (apps_folder / "night_shop.py").write_text(SHOP.format(url=native_delay_redis_url))
+    orders = spark.range(100).selectExpr(
+        "id as order_id", "'x@example.com' as email", "timestamp'2031-01-01' as remind_at"
+    )
+    orders.write.parquet(str(tmp_path / "orders/2026-11-20"))
+    exec(text, {"__name__": "dag"})
+    (send,) = calls
+    assert [send("2026-11-20").split(" in ")[0] for _ in range(3)] == [
+        "run reminders-2026-11-20: 100 rows, 100 confirmed, 0 rejected"
+    ] * 3
+    ledger = spark.read.parquet(str(tmp_path / "ledger/2026-11-20"))
+    assert (ledger.count(), ledger.distinct().count()) == (300, 100)
+    app = install(Celery("shop", broker=native_delay_redis_url, set_as_current=False))
+    before = {each.due for each in Delay(app).ls("run:reminders-2026-11-20")}
+    names: dict[str, Any] = {"app": app}
+    exec(only("spark-run").text, names)
+    assert {each.due for each in Delay(app).ls("run:reminders")} == {
+        due + timedelta(hours=1) for due in before
+    }
+    status = names["run"].status()
+    assert (status.tries, status.planned, status.sent, status.cancelled) == (3, 100, 100, True)
+    with pytest.raises(InvalidFanOut, match="choose another run_id"):
+        send("2026-11-20")
 
 
 RATED = """

@@ -102,11 +102,12 @@ def test_five_thousand_tasks_arrive_once_and_never_early_in_their_queues(
         ({"app": "nowhere.at_all:app"}, "importable.*No module named 'nowhere'.*pyFiles"),
         ({"app": "os.path:join"}, "to be a Celery app, got function"),
         ({"app": "tests.spark.plain_app:app"}, "celery_native_delay.install"),
+        ({"app": "tests.spark.needy_app:app"}, "set spark.executorEnv.SHOP_BROKER_URL"),
         ({"task": "shop.remynd"}, "registers .*shop.remind.*, got 'shop.remynd'"),
         ({"kwargs": {"nombre": "id"}}, "that task 'shop.remind' takes.*nombre"),
         ({"queue": f.lit}, r"configuration names .plain, vip.*got emails.*task_queues"),
     ],
-    ids=["missing", "no app", "not installed", "task", "arguments", "queue"],
+    ids=["missing", "no app", "not installed", "variable", "task", "arguments", "queue"],
 )
 def test_a_wrong_app_task_argument_or_queue_is_one_error_before_sending(
     spark: Any, make_app: MakeApp, options: dict[str, Any], message: str
@@ -162,6 +163,25 @@ def test_small_partitions_share_a_connection(
     )
     result = fan_out.send()
     assert (result.confirmed, len(result.receipts)) == (60, 3)
+
+
+def test_max_rate_is_kept_and_shared_by_all_connections(
+    spark: Any, make_app: MakeApp, native_delay_rabbitmq_url: str
+) -> None:
+    """Also if the rows come in one partition: two slots send two of four parts at a time."""
+    fan_out = FanOut(
+        spark.range(200, numPartitions=1),
+        app=make_app(native_delay_rabbitmq_url),
+        task="shop.remind",
+        countdown=f.lit(60),
+        kwargs={"number": "id"},
+        max_rate=100,
+    )
+    receipts = fan_out.send().receipts
+    assert sum(receipt.sent for receipt in receipts) == 200
+    assert min(receipt.sent for receipt in receipts) > 0
+    for receipt in receipts:
+        assert receipt.sent <= 50 * (receipt.seconds + 0.2) + 1
 
 
 TENANT = """

@@ -20,13 +20,17 @@ def test_missing_tasks_are_sent_again_under_their_ids(
 ) -> None:
     """Send with a ledger, telemetry without two tasks, verdicts, a fan-out of these two."""
     orders = spark.range(20).selectExpr(
-        "id as order_id", "timestamp'2026-11-20 09:00:00' as remind_at", "concat('a', id) as text"
+        "id as order_id",
+        "id % 2 as task",
+        "timestamp'2026-11-20 09:00:00' as remind_at",
+        "concat('a', id) as text",
     )
     app = make_app(native_delay_redis_url)
-    same = {"app": app, "task": "shop.remind", "run_id": "nov", "id_cols": ["order_id"]}
+    same = {"app": app, "task": "shop.remind", "run_id": "nov", "id_cols": ["order_id", "task"]}
     sent = FanOut(orders, eta="remind_at", past="send", kwargs=["text"], **same)
     sent.send(ledger=str(tmp_path / "ledger"))
     ledger = spark.read.parquet(str(tmp_path / "ledger"))
+    assert ledger.columns == ["task_id", "run_id", "task", "due", "queue", "order_id", "id_task"]
     planned = {row.order_id: row.task_id for row in ledger.collect()}
     lost = {planned.pop(3), planned.pop(17)}
 
@@ -45,7 +49,7 @@ def test_missing_tasks_are_sent_again_under_their_ids(
         "ok": 18,
         "missing": 2,
     }
-    again = found.missing()
+    again = found.missing().drop("task")
     assert {row.task_id for row in again.collect()} == lost
     repair = FanOut(again.join(orders, "order_id"), eta="due", past="send", kwargs=["text"], **same)
     assert {row.task_id for row in repair.encoded.collect()} == lost
