@@ -17,13 +17,11 @@ from ..durations import duration
 from ..finding import WRONG, Finding
 from ..settings import DelaySettings
 from ..store.entry import StoreEntry
-from .bulk_publisher import BulkPublisher
 from .interface import AdminPart, Backlog, Told, Wait, WorkerPart
 from .outbox import OutboxBatch, is_lasting_sql
 from .virtual.channel import DelayingChannel, DelayingTransport
 from .virtual.delays import SendingDelays
 from .virtual.outbox import CallingOutbox, Collecting, NotTaken, PlainMessage
-from .virtual.template import publisher
 
 #: Seconds after which a due message that no worker has read is reported.
 _UNREAD_SECONDS = 60
@@ -232,8 +230,5 @@ class Transport(DelayingTransport, pgmq.Transport):  # type: ignore[misc]
     def waits_in(self, settings: DelaySettings) -> str:
         return "their queue of pgmq, invisible"
 
-    def bulk_publisher(self, *, window: int) -> BulkPublisher:
-        if self.has_store:
-            found: BulkPublisher = self.store_publisher(window)
-            return found
-        return publisher(PgmqOutbox(self.client, window))
+    def own_outbox(self, window: int) -> PgmqOutbox:
+        return PgmqOutbox(self.client, window)

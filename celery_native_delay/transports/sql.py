@@ -148,6 +148,8 @@ class NoAdminPart(AdminPart):
 class StoreDelayingTransport(DelayingTransport):
     """A mixin for kombu's transports: delayed tasks wait in a store."""
 
+    has_store = True
+
     def __init__(self, client: Any, **kwargs: Any) -> None:
         super().__init__(client, **kwargs)  # type: ignore[call-arg]
         self._woken: Event | None = None
@@ -176,9 +178,6 @@ class StoreDelayingTransport(DelayingTransport):
         url = self.store_url(settings)
         where = "native_delay_store, which is not set" if url is None else without_password(url)
         return f"{settings.namespace} of {where}"
-
-    def bulk_publisher(self: Any, *, window: int) -> Any:
-        return self.store_publisher(window)
 
 
 class FolderChannel(StoreDelayingChannel):

@@ -216,8 +216,8 @@ class Attendant(Thread):
         except ManagementUnavailable as exc:
             logger.info("native delay: policies not checked: %s", exc)
 
-    def _guarded(self, step: Callable[[], None]) -> bool:
-        """Call *step*. After an error: log the error, close the connection, and return False."""
+    def _guarded(self, step: Callable[[], None]) -> None:
+        """Call *step*. After an error: log the error, and close the connection."""
         try:
             step()
         except Exception as exc:  # no message may end the thread
@@ -226,8 +226,6 @@ class Attendant(Thread):
                 logger.warning("native delay: %s", described(exc), exc_info=not expected)
             self._next_look = monotonic() + LONGEST_LOOK_SECONDS / 10
             self._disconnect()
-            return False
-        return True
 
     def _part(self) -> WorkerPart:
         if self._connection is None:

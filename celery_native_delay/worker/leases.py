@@ -103,8 +103,7 @@ class Leases:
 
         If *token* is None, no renewal stops. A failed change is tried again every two seconds.
         """
-        with self._changed:
-            self._held = [held for held in self._held if token is None or held.token != token]
+        self._let_go(token)
         try:
             self._change(name, rule)
         except Exception as exc:
@@ -113,9 +112,7 @@ class Leases:
                 name,
                 described(exc),
             )
-            with self._changed:
-                self._unwritten.append((name, rule))
-                self._work()
+            self._write_later(name, rule)
             if isinstance(exc, SoftTimeLimitExceeded):
                 raise
 
@@ -124,10 +121,8 @@ class Leases:
         try:
             in_time(partial(self.settle, name, rule, token=token))
         except StoreUnavailable:
-            with self._changed:
-                self._held = [held for held in self._held if token is None or held.token != token]
-                self._unwritten.append((name, rule))
-                self._work()
+            self._let_go(token)
+            self._write_later(name, rule)
 
     def lost(self, task_id: str, *, retry_us: int | None = None) -> None:
         """Free the locks of a task whose process was killed, or whose message was rejected.
@@ -140,6 +135,15 @@ class Leases:
         for held in gone:
             rule = partial(rules.end, token=held.token, retry=retry)
             self.settle_in_time(held.name, rule, token=held.token)
+
+    def _let_go(self, token: str | None) -> None:
+        with self._changed:
+            self._held = [held for held in self._held if token is None or held.token != token]
+
+    def _write_later(self, name: str, rule: Rule) -> None:
+        with self._changed:
+            self._unwritten.append((name, rule))
+            self._work()
 
     # --- the thread ----------------------------------------------------------------------
 

@@ -54,7 +54,8 @@ class Scheduling:
             decide = partial(_decide, schedules, entry, number, arrival, redelivered, decided)
             self.in_thread(decide)
         if not decided.done():
-            return AskAgain(0.0, True, from_here=True, begin_when=partial(_when, decided))
+            begins = partial(_when, decided)
+            return AskAgain(0.0, beside_prefetch=True, from_here=True, begin_when=begins)
         try:
             why, runs = decided.result()
         except Exception as exc:  # then the occurrence waits, so that no run is lost

@@ -180,13 +180,10 @@ class Transport(DelayingTransport, redis.Transport):  # type: ignore[misc]
         prefix = (self.client.transport_options or {}).get("global_keyprefix") or ""
         return RedisBrokerKeys(prefix, settings.namespace).due
 
-    def bulk_publisher(self, *, window: int) -> Any:
-        if self.has_store:
-            return self.store_publisher(window)
-        from ..virtual.template import publisher
+    def own_outbox(self, window: int) -> Any:
         from .outbox import RedisOutbox
 
-        return publisher(RedisOutbox(self.client, window))
+        return RedisOutbox(self.client, window)
 
 
 #: URLs of Redis servers that this process has looked at.

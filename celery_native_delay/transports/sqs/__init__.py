@@ -61,10 +61,7 @@ class Transport(DelayingTransport, SQS.Transport):  # type: ignore[misc]
         super().__init__(client, **kwargs)
         self.urls_by_queue: dict[str, str] = {}
 
-    def bulk_publisher(self, *, window: int) -> Any:
-        if self.has_store:
-            return self.store_publisher(window)
-        from ..virtual.template import publisher
+    def own_outbox(self, window: int) -> Any:
         from .outbox import SqsOutbox
 
-        return publisher(SqsOutbox(self.client, window))
+        return SqsOutbox(self.client, window)

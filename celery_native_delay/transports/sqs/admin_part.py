@@ -141,7 +141,7 @@ class SqsAdminPart(AdminPart):
             # Messages with short delays stay in *queue*: SQS cannot purge these separately.
             with administered(name, "sqs:PurgeQueue"):
                 self._delays.queues.client(source).purge_queue(
-                    QueueUrl=self._delays.queues.url(source)
+                    QueueUrl=self._delays.queues.declared_url(source)
                 )
             purged += waiting_in(attributes)
         return purged
@@ -158,7 +158,7 @@ class SqsAdminPart(AdminPart):
         for queue, name, attributes in found:
             if attributes is not None:
                 source = delay_queue_of(queue)
-                url = self._delays.queues.url(source)
+                url = self._delays.queues.declared_url(source)
                 with administered(name, "sqs:DeleteQueue"):
                     self._delays.queues.client(source).delete_queue(QueueUrl=url)
         return [name for _, name, attributes in found if attributes is not None]

@@ -90,7 +90,7 @@ class SqsDelays(delays.SendingDelays):
         arguments = {"DelaySeconds": delay_seconds, **payload.arguments()}
         for is_last_try in (False, True):
             try:
-                self._send_to(queue, self.queues.url(queue), arguments)
+                self._send_to(queue, self.queues.declared_url(queue), arguments)
                 return
             except ClientError as exc:
                 if is_last_try or not is_gone(exc):

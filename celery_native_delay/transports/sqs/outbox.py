@@ -58,7 +58,7 @@ class SqsCollecting(Collecting):
         now_us = time_ns() // 1000
         delays.check_size(put, now_us=now_us)
         with explained(delays.queues.name(put.queue), "sqs:CreateQueue"):
-            delays.queues.url(put.queue)
+            delays.queues.declared_url(put.queue)
 
 
 class SqsOutbox(CallingOutbox[SqsMessage | PlainMessage]):
@@ -116,7 +116,7 @@ class SqsOutbox(CallingOutbox[SqsMessage | PlainMessage]):
                 {**put.payload.arguments(), "DelaySeconds": put.seconds_here(now_us=now_us)}
                 for put in near
             ]
-            self._send(batch, near, queue, messages, lambda: delays.queues.url(queue))
+            self._send(batch, near, queue, messages, lambda: delays.queues.declared_url(queue))
 
     def _send(
         self,

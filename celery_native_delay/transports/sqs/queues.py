@@ -152,7 +152,7 @@ class Queues:
     def name(self, queue: str) -> str:
         return str(self._channel.canonical_queue_name(queue))
 
-    def url(self, queue: str) -> str:
+    def declared_url(self, queue: str) -> str:
         """Return the URL of *queue*; if *queue* is missing, let kombu create *queue*."""
         return str(self._channel._new_queue(queue))
 

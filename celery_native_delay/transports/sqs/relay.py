@@ -167,7 +167,7 @@ class QueueRelay:
 
     def step(self) -> None:
         """Receive up to ten messages; send each message to the destination or the delay queue."""
-        url = self._url(self._source)
+        url = self._declared_url(self._source)
         try:
             answer = self._client().receive_message(
                 QueueUrl=url,
@@ -235,7 +235,9 @@ class QueueRelay:
         for number, batch in enumerate(batches):
             try:
                 refused = self._queues.send_many(
-                    queue, [arguments(each) for each in batch], url=lambda: self._url(queue)
+                    queue,
+                    [arguments(each) for each in batch],
+                    url=lambda: self._declared_url(queue),
                 )
             except BaseException:
                 # Another relay may be able to reach SQS.
@@ -262,7 +264,7 @@ class QueueRelay:
             return
         self._sent.update(each.message_id for each in sent)
         answer = self._client().delete_message_batch(
-            QueueUrl=self._url(self._source),
+            QueueUrl=self._declared_url(self._source),
             Entries=[
                 {"Id": str(at), "ReceiptHandle": each.receipt} for at, each in enumerate(sent)
             ],
@@ -291,13 +293,13 @@ class QueueRelay:
         ]
         with suppress(ClientError, BotoCoreError, OSError):
             self._client().change_message_visibility_batch(
-                QueueUrl=self._url(self._source), Entries=entries
+                QueueUrl=self._declared_url(self._source), Entries=entries
             )
 
-    def _url(self, queue: str) -> str:
+    def _declared_url(self, queue: str) -> str:
         """Return the URL of *queue*; create *queue* if it is missing."""
         if queue == self._destination:
-            return self._queues.url(queue)
+            return self._queues.declared_url(queue)
         url = self._queues.make_delay_queue(self._destination)
         if url is None:
             raise _NoDelayQueue(f"expected {self._source!r} among predefined_queues")

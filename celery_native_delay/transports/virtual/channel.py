@@ -18,6 +18,7 @@ from ...settings import DelaySettings
 from ...store.entry import StoreEntry
 from ...store.opened import load
 from ..aliases import OPTION, asks_for_delays, settings_from_option
+from ..bulk_publisher import BulkPublisher
 from ..storing import PUBLISH_SECONDS, StoringChannel
 from .from_store import ChannelPublisher, entry_of, entry_of_wait
 from .wrapping import due_then, unwrapped
@@ -203,8 +204,14 @@ class DelayingTransport:
         option = (self.client.transport_options or {}).get(OPTION)
         return settings_from_option(option).store is not None
 
-    def store_publisher(self: Any, window: int) -> Any:
-        """Return a bulk publisher of an app whose tasks wait in a store."""
-        from .outbox import store_publisher
+    def own_outbox(self, window: int) -> Any:
+        """Return what ``bulk(app)`` sends with if tasks wait in this broker."""
+        raise NotImplementedError
 
-        return store_publisher(self.client, window)
+    def bulk_publisher(self: Any, *, window: int) -> BulkPublisher:
+        from ..stored_bulk import template_class
+        from .outbox import StoreOutbox
+        from .template import VirtualTaskTemplate
+
+        outbox = StoreOutbox(self.client, window) if self.has_store else self.own_outbox(window)
+        return BulkPublisher(outbox, template_class(VirtualTaskTemplate))

@@ -13,11 +13,10 @@ from kombu.utils.json import dumps
 from ...errors import NativeDelayError, RefusedMessage, StoreUnavailable
 from ...store.interface import Row
 from .. import outbox
-from ..bulk_publisher import BulkPublisher
 from ..outbox import OutboxBatch, is_lasting_sql
-from ..stored_bulk import StoredBatch, StoredMessage, packed, template_class, write
+from ..stored_bulk import StoredBatch, StoredMessage, packed, write
 from .from_store import entry_of
-from .template import CollectedMessage, VirtualTaskTemplate, refused_of
+from .template import CollectedMessage, refused_of
 
 NOWHERE = "no queue is bound for it"
 
@@ -237,8 +236,3 @@ class StoreOutbox(CallingOutbox[Any]):
         stored, others = packed(list(puts))
         reports = [put.refused(reason) for each in stored for put in each.puts]
         return reports + super()._reports(reason, others)
-
-
-def store_publisher(client: Any, window: int) -> BulkPublisher:
-    """Return a bulk publisher of an app whose tasks wait in a store."""
-    return BulkPublisher(StoreOutbox(client, window), template_class(VirtualTaskTemplate))

@@ -17,7 +17,7 @@ from ...due_time import milliseconds_up
 from ...errors import RefusedMessage
 from ...message import HEADER
 from .. import bulk_publisher
-from ..bulk_publisher import BulkPublisher, Form, RandomIds, TaskValues, marked
+from ..bulk_publisher import Form, RandomIds, TaskValues, marked
 from .wrapping import encoded, unwrapped
 
 
@@ -170,11 +170,6 @@ class VirtualTaskTemplate(bulk_publisher.TaskTemplate):
         tag = ids.uuid()
         envelope = self._template.envelope(VirtualTaskFields(*values, milliseconds_up(due_us), tag))
         return self._put.another(envelope, due_us=due_us, task_id=values[0], delivery_tag=tag)
-
-
-def publisher(outbox: Any) -> BulkPublisher:
-    """Return a bulk publisher that sends the messages with *outbox*."""
-    return BulkPublisher(outbox, VirtualTaskTemplate)
 
 
 def text_of(put: CollectedMessage) -> str:
