@@ -143,9 +143,17 @@ class StoringChannel:
             store = self.needed_store
         except (UnsupportedBroker, SettingsError):  # as without it, immediate tasks are sent
             return False
-        if (users := store.users()) is None:
+        return store.users() is not None
+
+    def let_join(self, headers: Mapping[str, Any] | None) -> bool:
+        """Let the user's open transaction publish this immediate task after its commit.
+
+        Returns False if the task is sent outside of a transaction.
+        """
+        users = self.needed_store.users() if self.joins(headers) else None
+        if users is None:
             return False
-        client = self.connection.client
+        store, client = self.needed_store, self.connection.client
         users.relay = _relays.get(
             (store.where, store.namespace),
             lambda: TransactionRelay(
@@ -163,6 +171,7 @@ class StoringChannel:
     def store_one(self, entry: StoreEntry) -> None:
         """Write the message of a delayed task into the store."""
         self.check_reach(entry.due_us)
+        self.let_join(entry.headers)
         self.needed_store.add([Row.of(entry)])
         self._watch()
 
@@ -180,6 +189,7 @@ class StoringChannel:
             self.check_reach(due_us, ahead_us=clock_ahead_us)
             return Row.of(entry.due_at(due_us))
 
+        self.let_join(entry.headers)
         keyed.settle(self.needed_store.state, row)
         self._watch()
 

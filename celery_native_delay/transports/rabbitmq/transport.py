@@ -267,7 +267,7 @@ class BulkChannel(Channel):
         if stored_us is not None:
             self.check_reach(stored_us)
             entry = self._entry(msg, exchange, routing_key, due_us=stored_us)
-            self.collected.append(StoredMessage(Row.of(entry), joined=self.joins(headers)))
+            self.collected.append(StoredMessage(Row.of(entry), joined=self.let_join(headers)))
             return
         if due_us is not None and not self.connection.drains:
             publication = self.delays.into_levels(publication, due_us=due_us) or publication

@@ -198,7 +198,7 @@ class StoreCollecting(Collecting):
     def _row(self: Any, message: dict[str, Any], queue: str | None, due_us: int) -> StoredMessage:
         self.check_reach(due_us)
         row = Row.of(entry_of(message, queue, due_us=due_us))
-        return StoredMessage(row, joined=self.joins(message.get("headers")))
+        return StoredMessage(row, joined=self.let_join(message.get("headers")))
 
 
 class StoreOutbox(CallingOutbox[Any]):
