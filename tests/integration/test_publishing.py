@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from time import time
 from types import NoneType
 from typing import Any
 
 import pytest
-from amqp.exceptions import AccessRefused, MessageNacked, NotFound, RecoverableConnectionError
+from amqp.exceptions import (
+    AccessRefused,
+    InternalError,
+    MessageNacked,
+    NotFound,
+    RecoverableConnectionError,
+)
 from kombu import Connection, Producer, Queue
 from kombu.exceptions import OperationalError
 
@@ -187,6 +194,15 @@ def test_a_publish_during_a_memory_alarm_raises_in_time_and_arrives_afterwards(
 ) -> None:
     """Also if the publish has to declare something first: then kombu connects again."""
     ctl = mortal_rabbitmq.rabbitmqctl
+
+    def declared() -> bool:
+        # A busy RabbitMQ 3.10 may answer the declaration of a quorum queue with INTERNAL_ERROR.
+        with suppress(InternalError), delaying(mortal_url) as connection:
+            delays_of(connection).prepare()
+            return True
+        return False
+
+    wait_until(declared)
     with delaying(mortal_url, confirm_timeout_seconds=5) as connection:
         delays_of(connection).prepare()
         declare_queue(connection, "orders")
