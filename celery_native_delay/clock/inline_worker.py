@@ -166,8 +166,7 @@ class InlineAttendant(Attendant):
     def look_for_parked(self) -> None: ...
 
     def put_back(self, wait: Wait, done: Callable[[], Any], instead: Callable[[], Any]) -> bool:
-        self._put_back([Task(wait, done, instead)])
-        return True
+        return not self._put_back([Task(wait, done, instead)])
 
     def stop(self, *, timeout_seconds: float = 5.0) -> None:
         self._disconnect()

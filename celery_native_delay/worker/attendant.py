@@ -7,14 +7,14 @@ worker's connection, this thread would receive new tasks while it waits for a co
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Event, Thread
 from time import monotonic
-from typing import Any
+from typing import Any, TypeVar
 
 from amqp.exceptions import AMQPError
 from celery.utils.log import get_logger
@@ -31,6 +31,8 @@ from ..settings import DelaySettings
 from ..transports.interface import Wait, WorkerPart
 
 logger = get_logger(__name__)
+
+T = TypeVar("T")
 
 #: Seconds between two looks at parked (due, but unroutable) messages: after a rescue, and at most.
 SHORTEST_LOOK_SECONDS = 1.0
@@ -141,7 +143,8 @@ class Attendant(Thread):
     def _put_back_or_hold(self, batch: list[Task]) -> None:
         for attempt in range(_TRIES):
             batch = [task for task in batch if task.is_connected]
-            self._guarded(partial(self._put_back, batch))
+            left = self._guarded(partial(self._put_back, batch))
+            batch = batch if left is None else left
             if not batch:
                 return
             if self._stopping.wait(_RETRY_SECONDS * (attempt + 1)):
@@ -150,17 +153,13 @@ class Attendant(Thread):
             logger.warning("native delay: cannot put a task back, the worker keeps it in memory")
             task.instead()
 
-    def _put_back(self, batch: list[Task]) -> None:
-        """Put tasks back; leave only those in *batch* that must be tried again.
-
-        If there are any, raise the error of one of them.
-        """
+    def _put_back(self, batch: Sequence[Task]) -> list[Task]:
+        """Put tasks back; return those that must be tried again, on a new connection."""
         if not batch:
-            return
+            return []
         results = self._part().put_back([task.wait for task in batch])
-        tasks, batch[:] = batch[:], []
-        errors = []
-        for task, result in zip(tasks, results, strict=True):
+        again, error = [], None
+        for task, result in zip(batch, results, strict=True):
             match result:
                 case None:
                     task.done()
@@ -168,11 +167,12 @@ class Attendant(Thread):
                     logger.warning("native delay: the worker keeps a task in memory: %s", result)
                     task.instead()
                 case _:
-                    batch.append(task)
-                    errors.append(result)
+                    again.append(task)
+                    error = result
         logger.debug("native delay: put back %d early task(s)", results.count(None))
-        if errors:
-            raise errors[0]
+        if error is not None:
+            self._failed(error)
+        return again
 
     def _rescue(self) -> None:
         part = self._part()
@@ -216,16 +216,21 @@ class Attendant(Thread):
         except ManagementUnavailable as exc:
             logger.info("native delay: policies not checked: %s", exc)
 
-    def _guarded(self, step: Callable[[], None]) -> None:
-        """Call *step*. After an error: log the error, and close the connection."""
+    def _guarded(self, step: Callable[[], T]) -> T | None:
+        """Return the result of *step*; None after an error."""
         try:
-            step()
+            return step()
         except Exception as exc:  # no message may end the thread
-            expected = isinstance(exc, (NativeDelayError, *self._errors))
-            if not self._stopping.is_set():
-                logger.warning("native delay: %s", described(exc), exc_info=not expected)
-            self._next_look = monotonic() + LONGEST_LOOK_SECONDS / 10
-            self._disconnect()
+            self._failed(exc)
+            return None
+
+    def _failed(self, exc: Exception) -> None:
+        """Log an error, and close the connection."""
+        expected = isinstance(exc, (NativeDelayError, *self._errors))
+        if not self._stopping.is_set():
+            logger.warning("native delay: %s", described(exc), exc_info=None if expected else exc)
+        self._next_look = monotonic() + LONGEST_LOOK_SECONDS / 10
+        self._disconnect()
 
     def _part(self) -> WorkerPart:
         if self._connection is None:
