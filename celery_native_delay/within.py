@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future, InvalidStateError, wait
 from queue import Empty, SimpleQueue
-from threading import Lock, Thread
+from threading import Lock, Thread, local
 from typing import Any, TypeVar
 
 from .errors import errors_ignored
@@ -16,18 +16,28 @@ T = TypeVar("T")
 #: Calls that run at the same time. Further calls wait for one of these to return.
 MOST_AT_ONCE = 8
 
+#: Seconds that a caller waits longer for a call that is committing.
+COMMIT_SECONDS = 1.0
+
+_running = local()
+
 _Job = tuple[Callable[[], Any], "Future[Any]", Callable[[Any], object]]
 
 
 class Within:
     """Runs calls in daemon threads, and waits for each call at most *seconds*.
 
-    A call that takes longer raises TimeoutError, and goes on in its thread: it may still succeed.
+    A call that takes longer raises TimeoutError, and goes on in its thread. It may still succeed.
+    But if *rolls_back* is True, a call that is committing is waited for, and another one ends in
+    :func:`before_commit`.
     """
 
-    def __init__(self, seconds: float, *, name: str = "native-delay-calls") -> None:
+    def __init__(
+        self, seconds: float, *, name: str = "native-delay-calls", rolls_back: bool = False
+    ) -> None:
         self.seconds = seconds
         self._name = name
+        self._rolls_back = rolls_back
         self._forget_threads()
         if hasattr(os, "register_at_fork"):  # not on Windows
             os.register_at_fork(after_in_child=self._forget_threads)
@@ -52,6 +62,8 @@ class Within:
         except TimeoutError:
             if future.cancel():
                 raise TimeoutError(f"no answer within {self.seconds:g} s") from None
+            if not wait([future], COMMIT_SECONDS).done:
+                raise TimeoutError("no answer to a commit, which may still succeed") from None
             return future.result()  # it came at the last moment, or is the call's own error
 
     def _free_thread(self) -> SimpleQueue[_Job]:
@@ -74,6 +86,7 @@ class Within:
     def _run(self, jobs: SimpleQueue[_Job]) -> None:
         while True:
             call, future, undo = jobs.get()
+            _running.future = future if self._rolls_back else None
             try:
                 result = call()
             except BaseException as exc:  # the caller's thread raises it
@@ -92,3 +105,16 @@ class Within:
                     with errors_ignored():
                         undo(result)
             del call, future, undo, error
+
+
+def before_commit() -> None:
+    """Raise TimeoutError if the caller of this thread's call has given it up.
+
+    So a transaction that its caller was told has failed, for example as it waited for a lock, is
+    rolled back. In other threads than those of a :class:`Within` that rolls back, do nothing.
+    """
+    future: Future[Any] | None = getattr(_running, "future", None)
+    if future is None or future.running():
+        return
+    if not future.set_running_or_notify_cancel():
+        raise TimeoutError("the caller has given up")

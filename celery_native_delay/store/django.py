@@ -15,7 +15,7 @@ from sqlalchemy.pool import NullPool
 
 from ..errors import CannotDelay, StoreUnavailable, UnsupportedBroker
 from ..per_process import in_forked_children
-from ..within import Within
+from ..within import Within, before_commit
 from .joined import UsersTransaction, is_outside
 from .sql import SCHEMA, SqlStore
 
@@ -68,7 +68,7 @@ class DjangoStore(SqlStore):
         super().__init__(url, namespace, timeout_seconds=timeout_seconds, engine=engine)
         # Django's connections belong to their threads, and have time limits of their own.
         self._within = None
-        self._apart = Within(timeout_seconds)
+        self._apart = Within(timeout_seconds, rolls_back=True)
         self.where = f"Django's database {self.alias!r}"
         in_forked_children(self._leave_to_parent)
 
@@ -133,7 +133,9 @@ class DjangoStore(SqlStore):
         for tries_left in reversed(range(_TRIES)):
             try:
                 with transaction.atomic(using=self.alias):
-                    return work(self.on(connection))
+                    result = work(self.on(connection))
+                    before_commit()
+                    return result
             except DataError as exc:
                 raise CannotDelay(f"{self.where} refuses the task: {exc}") from exc
             except (IntegrityError, OperationalError) as exc:

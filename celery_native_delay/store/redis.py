@@ -10,6 +10,7 @@ from itertools import chain
 from secrets import token_hex
 from typing import Any
 
+from ..errors import StoreUnavailable
 from ..finding import Finding
 from ..records.redis import RedisRecords, redis_client
 from ..records.redis_keys import ROWS, IndexKeys
@@ -113,6 +114,20 @@ end
 """
 )
 
+#: ARGV token. Lets the rows that were taken with it wait again.
+_GIVE_BACK = (
+    ROWS
+    + _FREE
+    + """
+local held = call('HGETALL', tokens)
+for at = 1, #held, 2 do
+    if held[at + 1] == ARGV[1] or held[at + 1] == '!' .. ARGV[1] then
+        free(held[at], string.format('%.0f', now))
+    end
+end
+"""
+)
+
 #: ARGV 1 to release all parked rows, limit. Returns the number of rows that wait again.
 _RELEASE = (
     ROWS
@@ -133,12 +148,13 @@ return released
 )
 
 #: ARGV name, entry as it was, new due time or '' for now, new entry or '' to remove the row, 1 if
-#: the row is a cancelled one of a store.
-#: Returns the due time, or '' if the row was taken or changed meanwhile.
+#: the row is a cancelled one of a store, the time at which the caller gives up or ''.
+#: Returns the due time, or '' if the row was taken or changed meanwhile, or the caller gave up.
 _REPLACE = (
     ROWS
     + """
 local name = ARGV[1]
+if ARGV[6] ~= '' and now > tonumber(ARGV[6]) then return '' end
 if call('HGET', messages, name) ~= ARGV[2] or not call('ZSCORE', ids, name) then return '' end
 local at = ARGV[3] == '' and string.format('%.0f', now) or ARGV[3]
 if ARGV[4] == '' then
@@ -237,6 +253,9 @@ class RedisRows(ABC):
     what: str
     """The name of this object in errors."""
 
+    patience_us: int | None = None
+    """Microseconds until the caller of a script gives up; None if callers wait."""
+
     @cached_property
     def state(self) -> RedisRecords:
         return RedisRecords(self.link, self.keys, lambda due_us: self.note_added(due_us))
@@ -259,22 +278,31 @@ class RedisRows(ABC):
         self.note_added(min(row.due_us for row in rows))
 
     def replace(
-        self, name: str, entry: bytes, due_us: int | None, new: str, *, cancelled: bool
+        self,
+        name: str,
+        entry: bytes,
+        due_us: int | None,
+        new: str,
+        *,
+        cancelled: bool,
+        asked_us: int,
     ) -> int | None:
         """Change a waiting row, or remove it if *new* is ""; None as *due_us* means now.
 
         Returns the due time, or None if the row is taken, or its entry is not *entry* any more.
-        *cancelled* is True if a store publishes the row at once, and lists it no more.
+        *cancelled* is True if a store publishes the row at once, and lists it no more. The caller
+        has asked for the time *asked_us* before: Redis changes nothing after the caller gave up.
         """
         told = "" if due_us is None else due_us
-        at_us = self._run(_REPLACE, name, entry, told, new, int(cancelled))
+        until = "" if self.patience_us is None else asked_us + self.patience_us
+        at_us = self._run(_REPLACE, name, entry, told, new, int(cancelled), until)
         if not at_us:
             return None
         self.note_added(int(at_us))
         return int(at_us)
 
     def remove(self, key: Any, entry: str) -> bool:
-        return bool(self._run(_REPLACE, key, entry, "", "", ""))
+        return bool(self._run(_REPLACE, key, entry, "", "", "", ""))
 
     def purge(self, *, parked: bool) -> int:
         purged = 0
@@ -338,8 +366,11 @@ class RedisStore(RedisRows, Store):
         self.where = without_password(url)
         self.what = f"the store at {self.where}"
         self._use(namespace)
+        #: The token of a call of :meth:`take` that Redis has not answered.
+        self._in_doubt: str | None = None
         # The limit of a call is for connecting and for the answer.
         self.client = redis_client(url, timeout_seconds=timeout_seconds / 2)
+        self.patience_us = round(timeout_seconds / 2 * 1_000_000)
         pool = self.client.connection_pool
         self.link = RedisLink(pool, self.what, timeout_seconds=timeout_seconds / 2)
 
@@ -373,9 +404,16 @@ class RedisStore(RedisRows, Store):
         return _time(first) if first else None
 
     def take(self, *, late_us: int = 0) -> Taken:
+        if self._in_doubt is not None:
+            self._run(_GIVE_BACK, self._in_doubt)
+            self._in_doubt = None
         token = token_hex(16)
         lease_us = round(LEASE_SECONDS * 1_000_000)
-        at_us, first_us, *found = self._run(_TAKE, token, lease_us, late_us, BATCH)
+        try:
+            at_us, first_us, *found = self._run(_TAKE, token, lease_us, late_us, BATCH)
+        except StoreUnavailable:  # Redis may have taken rows
+            self._in_doubt = token
+            raise
         triples = zip(found[::3], found[1::3], found[2::3], strict=True)
         rows = [TakenRow(name, entry.decode(), _count_of(told)) for name, entry, told in triples]
         return Taken(token, rows, int(at_us), _time(first_us) if first_us else None)

@@ -110,9 +110,12 @@ class RedisTasks(WaitingTasks):
     ) -> tuple[str, int] | None:
         apart = cancelled and not self.lists_cancelled
         with self._explained():
-            at_us = self._rows.now_us() if due_us is None else due_us
+            asked_us = self._rows.now_us()
+            at_us = asked_us if due_us is None else due_us
             new = self._changed(entry, at_us, edit, cancelled=cancelled)
-            done_us = self._rows.replace(member, entry, due_us, new, cancelled=apart)
+            done_us = self._rows.replace(
+                member, entry, due_us, new, cancelled=apart, asked_us=asked_us
+            )
         return None if done_us is None else (member, done_us)
 
     def is_taken(self, task_id: str) -> bool:

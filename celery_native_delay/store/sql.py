@@ -39,7 +39,7 @@ from sqlalchemy.dialects import mysql, postgresql, sqlite
 from ..errors import CannotDelay, NativeDelayError, StoreUnavailable
 from ..finding import UNCHECKED, WRONG, Finding, clock_finding
 from ..now import time_ns
-from ..records.database import Database, clock_ahead_seconds, now_us
+from ..records.database import Database, clock_ahead_seconds, limit_lock_waits, now_us
 from ..records.interface import Change, Decide, Publish, RecordName, Snapshot
 from ..records.sql import LONG_TEXT, RECORDS, TABLE_OPTIONS, SqlRecords
 from ..records.sql_listing import SqlListing
@@ -196,7 +196,7 @@ class SqlStore(Database, Store):
         self.is_file = self.engine.dialect.name == "sqlite"
         self.look_seconds = 0.05 if self.is_file else 0.25
         #: None for SQLite, whose own time limit is enough.
-        self._within = None if self.is_file else Within(timeout_seconds)
+        self._within = None if self.is_file else Within(timeout_seconds, rolls_back=True)
 
     def _use(self, namespace: str) -> None:
         self.namespace = namespace
@@ -254,6 +254,17 @@ class SqlStore(Database, Store):
         if (users := self.users()) is not None:
             return users.do(work)
         return self._in_time(lambda: super(SqlStore, self).do(work))
+
+    def do_soon(self, work: Callable[[Connection], T]) -> T:
+        """Call *work* as :meth:`do` does; fail soon if another session has locked its row."""
+        if self.users() is not None:  # the user's transaction has limits of its own
+            return self.do(work)
+
+        def limited(connection: Connection) -> T:
+            limit_lock_waits(connection)
+            return work(connection)
+
+        return self.do(limited)
 
     def look_up(self, work: Callable[[Connection], T]) -> T:
         if (users := self.users()) is not None:
@@ -449,7 +460,7 @@ class SqlStore(Database, Store):
 
     def remove(self, key: Any, entry: str) -> bool:
         this = delete(TASKS).where(_ROW.id == key, _WAITS, _ROW.entry == entry)
-        return bool(self.do(lambda connection: connection.execute(this).rowcount))
+        return bool(self.do_soon(lambda connection: connection.execute(this).rowcount))
 
     def now_us(self) -> int:
         return self.look_up(now_us)
@@ -608,7 +619,7 @@ class SqlTasks(SqlListing):
             as_it_was = (_ROW.id == member, _LISTED, _ROW.entry == entry)
             return new_us if connection.execute(this.where(*as_it_was)).rowcount else None
 
-        new_us = self._store.do(replaced)
+        new_us = self._store.do_soon(replaced)
         if new_us is None:
             return None
         self._store.note_added(new_us)

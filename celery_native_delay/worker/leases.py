@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from secrets import token_hex
-from threading import Condition, RLock, Thread
+from threading import Condition, Lock, Thread
 from time import monotonic
 from typing import Any
 
@@ -53,7 +53,7 @@ class Leases:
 
     def __init__(self, app: Any) -> None:
         self._app = app
-        self._records_lock = RLock()
+        self._connecting = Lock()
         self._connection: Any = None
         self._records: KeyRecords | None = None
         self._changed = Condition()
@@ -210,31 +210,43 @@ class Leases:
     # --- the store -----------------------------------------------------------------------
 
     def _change(self, name: str, rule: Rule) -> Step:
-        with self._records_lock:
-            is_new = self._records is None
+        while True:
+            # No thread holds the lock while it asks the store, which may hang.
+            records, is_new = self._connected()
             try:
-                return self._connected().change(name, rule)[1]
+                return records.change(name, rule)[1]
             except Exception as exc:
-                self._disconnect()
+                self._disconnect(records)
                 if is_new or isinstance(exc, SoftTimeLimitExceeded):
                     raise
-            return self._change(name, rule)
 
-    def _connected(self) -> KeyRecords:
-        if self._records is None:
-            self._connection = self._app.connection_for_write()
-            self._connection.ensure_connection(max_retries=1)
-            self._records = key_records(self._app, self._connection)
-            if not self._records.needs_connection:
-                self._connection.close()
-        return self._records
-
-    def _disconnect(self) -> None:
-        with self._records_lock:
-            connection, self._connection, self._records = self._connection, None, None
-            if connection is not None:
-                with errors_ignored():  # it may be broken
+    def _connected(self) -> tuple[KeyRecords, bool]:
+        """Return the states of keys, and True if their connection is new."""
+        with self._connecting:
+            if self._records is not None:
+                return self._records, False
+            connection = self._app.connection_for_write()
+            try:
+                connection.ensure_connection(max_retries=1)
+                records = key_records(self._app, connection)
+            except BaseException:
+                with errors_ignored():
                     connection.close()
+                raise
+            if not records.needs_connection:
+                connection.close()
+            self._connection, self._records = connection, records
+            return records, True
+
+    def _disconnect(self, records: KeyRecords | None = None) -> None:
+        """Close the connection; if *records* is given, only if they still use it."""
+        with self._connecting:
+            if records not in (None, self._records):
+                return
+            connection, self._connection, self._records = self._connection, None, None
+        if connection is not None:
+            with errors_ignored():  # it may be broken
+                connection.close()
 
 
 _leases: PerProcess[Any, Leases] = PerProcess()

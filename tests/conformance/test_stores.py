@@ -9,7 +9,7 @@ import json
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from itertools import count
@@ -709,6 +709,39 @@ def test_an_unreachable_store_raises_in_a_bounded_time(url: str) -> None:
     assert monotonic() - began < 60
     with suppress(StoreUnavailable):
         store.close()
+
+
+def answers(store: Store) -> bool:
+    with suppress(StoreUnavailable):
+        return store.census().waiting > 0
+    return False
+
+
+@pytest.mark.parametrize("url", [in_ci("postgresql"), in_ci("mariadb")], indirect=True)
+def test_a_change_that_its_caller_gave_up_under_another_sessions_lock_never_happens(
+    url: str,
+) -> None:
+    """And no thread waits for the lock for long."""
+    engine = create_engine(url)
+    with closing(opened(url, "locked")) as store, ExitStack() as stack:
+        stack.callback(engine.dispose)
+        add(store, 1, 2)
+        before = [(task.id, task.due_us) for task in tasks(store).page().tasks]
+        (first, _) = store.rows_after(None, limit=2)
+        brief = stack.enter_context(closing(store_at(url, "locked", timeout_seconds=0.5)))
+        wait_until(lambda: answers(brief))
+        within: Any = brief._within  # type: ignore[attr-defined]
+        with engine.begin() as other:
+            other.execute(text("SELECT id FROM native_delay_task FOR UPDATE"))
+            for change in (
+                lambda: tasks(brief).cancel("order-1"),
+                lambda: tasks(brief).move("order-2", None),
+                lambda: brief.remove(first.key, first.entry),
+            ):
+                with pytest.raises(StoreUnavailable):
+                    change()
+            wait_until(lambda: within._idle.qsize() == within._count)
+        assert [(task.id, task.due_us) for task in tasks(store).page().tasks] == before
 
 
 def test_a_healthy_store_has_no_fault_that_loses_something(store: Store) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from string import hexdigits
 from time import monotonic
@@ -209,6 +211,38 @@ def test_a_row_leaves_nothing_when_it_is_removed_in_any_way(empty_redis: Private
         assert store.remove(second.key, second.entry)
         assert store.purge(parked=False) == 2
         assert not empty_redis.client.exists(*store.keys.all[:-1])
+
+
+def test_calls_that_were_given_up_leave_their_rows_as_they_are(empty_redis: PrivateRedis) -> None:
+    """A row that a frozen Redis has taken too late is taken again at once, and not cancelled."""
+    with (
+        closing(store_at(empty_redis.url, "tests", timeout_seconds=20)) as patient,
+        closing(store_at(empty_redis.url, "tests", timeout_seconds=0.4)) as brief,
+    ):
+        assert isinstance(brief, redis_store.RedisStore)
+        add(patient, 1, wait_us=-1)
+        (row,) = patient.rows_after(None, limit=9)
+        wait_until(lambda: taken_by(brief, late_us=HOUR_US) == [])  # it is connected
+        os.kill(empty_redis.pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(StoreUnavailable):
+                brief.take()
+        finally:
+            os.kill(empty_redis.pid, signal.SIGCONT)
+        wait_until(lambda: patient.census().taken == 1)
+        add(patient, 2)
+        wait_until(lambda: taken_by(brief) == [row.key])
+        (row,) = patient.rows_after(None, limit=9)
+        change = row.key, row.entry.encode(), None, ""
+        long_ago_us = patient.now_us() - HOUR_US
+        assert brief.replace(*change, cancelled=True, asked_us=long_ago_us) is None
+        assert brief.replace(*change, cancelled=True, asked_us=patient.now_us() + HOUR_US)
+
+
+def taken_by(store: redis_store.RedisStore, *, late_us: int = 0) -> list[object] | None:
+    with suppress(StoreUnavailable):
+        return [row.key for row in store.take(late_us=late_us).rows]
+    return None
 
 
 def test_sentinels_that_are_away_cost_no_more_than_the_timeout() -> None:

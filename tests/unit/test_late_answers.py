@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from threading import Event
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -50,6 +50,28 @@ def test_an_error_that_comes_too_late_ends_no_thread() -> None:
     wait_until(lambda: not within._idle.empty())
     with pytest.raises(TimeoutError, match="the call's own"):
         Within(60)(fail)
+
+
+def test_a_lock_is_settled_while_the_change_of_another_one_hangs() -> None:
+    gate, hangs, settled = Event(), Event(), list[str]()
+
+    class Hanging:
+        def change(self, name: str, rule: Any) -> tuple[None, None]:
+            if name == "unique:shop.sync:1":
+                hangs.set()
+                gate.wait()
+            settled.append(name)
+            return None, None
+
+    leases = Leases(None)
+    leases._records = Hanging()  # type: ignore[assignment]
+    slow = Thread(target=leases.settle, args=("unique:shop.sync:1", rules.end), daemon=True)
+    slow.start()
+    hangs.wait()
+    leases.settle("unique:shop.sync:2", rules.end)
+    assert settled == ["unique:shop.sync:2"]
+    gate.set()
+    slow.join()
 
 
 @pytest.mark.parametrize("rule", [rules.claim_once, rules.begin])

@@ -69,7 +69,7 @@ def sync() -> None: ...
 def records(app: Celery, monkeypatch: pytest.MonkeyPatch) -> Records:
     records = Records()
     found = Leases(app)
-    monkeypatch.setattr(found, "_connected", lambda: records)
+    monkeypatch.setattr(found, "_connected", lambda: (records, True))
     monkeypatch.setattr(module, "leases_of", lambda app: found)
     monkeypatch.setattr(leases_module, "RETRY_SECONDS", 0.01)
     return records
