@@ -89,8 +89,8 @@ def run_now(ctx: click.Context, name: str, as_json: bool) -> None:
 def add(ctx: click.Context, name: str, as_json: bool, **fields: Any) -> None:
     """Add the entry NAME, which runs TASK by SCHEDULE.
 
-    SCHEDULE is a text as the list shows it: 'every 10 s', '30 2 * * *' or '30 2 * * *
-    Europe/Berlin'. The entry stays until it is removed, also after deployments.
+    SCHEDULE is a text as the list shows it: 'every 10 s', or the five fields of a crontab, also
+    with a time zone behind them. The entry stays until it is removed, also after deployments.
     """
     given = {key: each for key, each in fields.items() if each is not None}
     _changed(ctx, "add", name, as_json, "added", **given)

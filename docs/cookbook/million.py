@@ -4,11 +4,11 @@ import os
 
 from celery import Celery
 
-from celery_native_delay import install
+from celery_native_delay import Run, install
 from celery_native_delay.spark import FanOut
 
-app = Celery("letters", broker=os.environ.get("BROKER_URL", "amqp://"))
-install(app)
+app = Celery("letters", broker=os.environ.get("BROKER_URL", "redis://"))
+install(app)  # beside another broker: store="postgresql+psycopg://…"
 
 
 @app.task(name="letters.remind")
@@ -16,9 +16,9 @@ def remind(customer):
     print(f"dear {customer}")
 
 
-def reminders(customers, day):
-    """Rows with the same day and customer are the same task, however often the job runs."""
-    return FanOut(
+def send(customers, day, folder):
+    """Repeat the job as often as you like: each row is one task, and runs once."""
+    run = FanOut(
         customers,
         app="million:app",  # the executors import it
         task="letters.remind",
@@ -27,15 +27,13 @@ def reminders(customers, day):
         id_cols=["customer"],
         run_id=f"reminders-{day}",
         smear=3600,  # seconds over which they become due
-        once=True,  # a row that Spark sends twice runs once; workers need a store
     )
+    run.rejected().write.mode("overwrite").parquet(f"{folder}/rejected")
+    return run.send(ledger=f"{folder}/ledger")
 
 
-def send(customers, day, folder):
-    run = reminders(customers, day)
-    run.rejected().write.parquet(f"{folder}/rejected")
-    run.ledger().write.parquet(f"{folder}/ledger")  # what `delay reconcile` compares
-    return run.send()
+def call_off(day):
+    Run(f"reminders-{day}", app=app).cancel()
 
 
 def test_each_row_is_sent_or_rejected(spark, tmp_path):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from celery_native_delay import Delay
-from tests.documents import ROOT
+from tests.documents import ROOT, only
 
 PROGRAM = ROOT / "docs/cookbook/million.py"
 
@@ -18,7 +18,7 @@ def test_its_reminders_wait(
     tmp_path: Path,
     native_delay_redis_url: str,
 ) -> None:
-    text = PROGRAM.read_text().replace('os.environ.get("BROKER_URL", "amqp://")', "URL")
+    text = PROGRAM.read_text().replace('os.environ.get("BROKER_URL", "redis://")', "URL")
     program = apps_folder / PROGRAM.name  # whose processes do not have this test's environment
     program.write_text(text.replace("import os\n", f"URL = {native_delay_redis_url!r}\n"))
     spec = importlib.util.spec_from_file_location("million", program)
@@ -28,3 +28,7 @@ def test_its_reminders_wait(
     spec.loader.exec_module(million)
     million.test_each_row_is_sent_or_rejected(spark, tmp_path)
     assert Delay(million.app).count() == 999
+    run = only("spark-run").text.replace("2026-11-20", "2026-11-28")
+    names: dict[str, Any] = {"app": million.app}
+    exec(run, names)
+    assert names["run"].status().cancelled
