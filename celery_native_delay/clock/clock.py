@@ -150,6 +150,7 @@ class Clock:
         """Make ``result.get()`` inside a task raise an error, as in a worker."""
         if self._worker is None:
             raise RuntimeError("expected a clock in its with block: with Clock(app) as clock")
+        self._worker.holding.look()
         _set_task_join_will_block(True)
         try:
             yield self._worker

@@ -20,6 +20,7 @@ from ..now import time_ns
 from ..transports.interface import Promoter, Wait
 from ..worker.attendant import Attendant, Task
 from ..worker.bootsteps import NativeDelay
+from ..worker.holding import Holding
 from ..worker.scheduling import Scheduling
 
 #: The largest number of unacknowledged messages: Celery's default for one process.
@@ -50,6 +51,7 @@ class InlineWorker:
         self._consumer.blueprint.start(self._consumer)
         steps = [step for step in self._consumer.steps if isinstance(step, InlineNativeDelay)]
         self.promoter: Any = steps[0].promoter
+        self.holding: Any = steps[0]._holding
         self._tasks = self._consumer.task_consumer
         self._tasks.on_message = self._consumer.create_task_handler()
         self._tasks.consume()
@@ -179,11 +181,20 @@ class InlineScheduling(Scheduling):
         job()
 
 
+class InlineHolding(Holding):
+    """Reads the holds when the test clock is about to run tasks."""
+
+    def look(self) -> None:
+        if self._state is not None:
+            self._read(lambda look: look())
+
+
 class InlineNativeDelay(NativeDelay):
     """The worker bootstep of this package, without threads."""
 
     attendant_class = InlineAttendant
     scheduling_class = InlineScheduling
+    holding_class = InlineHolding
     promoter: Promoter | None = None
 
     def begin_promoting(self, promoter: Promoter) -> None:

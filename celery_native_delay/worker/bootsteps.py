@@ -73,6 +73,7 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
 
     attendant_class = Attendant
     scheduling_class = Scheduling
+    holding_class = Holding
 
     def __init__(self, c: Any, **kwargs: Any) -> None:
         super().__init__(c, **kwargs)
@@ -108,7 +109,9 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         elif settings.schedules:
             self._scheduling = self.scheduling_class(c.app, c.timer)
         once = Once(c.app, settings)
-        self._holding = Holding((lambda _: ()) if self._rated is None else self._rated.keys_of)
+        self._holding = self.holding_class(
+            (lambda _: ()) if self._rated is None else self._rated.keys_of
+        )
         passed = gates(
             settings,
             revoked=self._revoked,
