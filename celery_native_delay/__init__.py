@@ -34,6 +34,7 @@ from .errors import (
     TopologyMismatch,
     UnsupportedBroker,
 )
+from .rates.declared import Debounce, Throttle, Unique
 from .rates.line import RateLine
 from .rates.rate import Rate
 from .rates.retry_after import RetryAfter
@@ -47,6 +48,7 @@ __version__ = "0.1.0.dev0"
 __all__ = (
     "BrokerFull",
     "CannotDelay",
+    "Debounce",
     "Delay",
     "DelaySettings",
     "DelayTooLong",
@@ -73,7 +75,9 @@ __all__ = (
     "RunStatus",
     "SettingsError",
     "StoreUnavailable",
+    "Throttle",
     "TopologyMismatch",
+    "Unique",
     "UnsupportedBroker",
     "Verdict",
     "Waiting",

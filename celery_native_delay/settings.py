@@ -15,6 +15,7 @@ from typing import Any, Literal, TypedDict
 from urllib.parse import urlsplit
 
 from .errors import SettingsError
+from .rates.declared import DeclaredKey
 from .rates.rate import Rate
 from .urls import is_redis_url, without_password
 
@@ -139,6 +140,11 @@ class DelaySettings:
     ``{"shop.call_api": ["10/s", "5000/d"]}``. Tasks beyond a rate limit wait in the broker.
     Defaults to none."""
 
+    keys: Mapping[str, DeclaredKey] | tuple[tuple[str, DeclaredKey], ...] = ()
+    """Keys by task name, such as ``{"shop.reindex": Debounce(key="user", seconds=5)}``, also
+    ``Throttle`` and ``Unique``. ``apply_async`` then debounces, throttles or makes unique each call
+    of the task. Defaults to none."""
+
     schedules: bool = False
     """If on, periodic tasks such as those of ``beat_schedule`` are delayed tasks, and no ``celery
     beat`` is needed. Needs *store* beside RabbitMQ, SQS and pgmq. Defaults to False."""
@@ -152,7 +158,7 @@ class DelaySettings:
     "none", or "all" (at most 100). Defaults to "one"."""
 
     def __post_init__(self) -> None:
-        for name in ("landing_exchanges", "landing_queues", "rates", "store_tasks", "once"):
+        for name in ("landing_exchanges", "landing_queues", "rates", "store_tasks", "once", "keys"):
             object.__setattr__(self, name, _normal(name, getattr(self, name)))
         for name in _names():
             _check(name, getattr(self, name))
@@ -226,6 +232,7 @@ class InstallKeywords(TypedDict, total=False):
     store_timeout_seconds: float
     telemetry: str | None
     rates: Mapping[str, AnyRate | Sequence[AnyRate]]
+    keys: Mapping[str, DeclaredKey]
     schedules: bool
     schedules_version: int | str | None
     schedules_catch_up: Literal["one", "none", "all"]
@@ -271,6 +278,8 @@ def _normal(name: str, value: Any) -> Any:
             return tuple((task, named(task, its)) for task, its in sorted(value.items(), key=str))
         except SettingsError as exc:
             raise SettingsError(f"native_delay_rates: {exc}") from exc
+    if name == "keys" and isinstance(value, Mapping):
+        return tuple(value.items())
     return value
 
 
@@ -323,6 +332,12 @@ def _rule(name: str, value: Any) -> tuple[bool, str]:
                 for pair in value
             )
             return fits, 'a dict of rates by task, such as {"shop.call_api": "100/m"}'
+        case "keys":
+            fits = isinstance(value, tuple) and all(
+                isinstance(task, str) and task and isinstance(key, DeclaredKey)
+                for task, key in value
+            )
+            return fits, 'a dict such as {"shop.reindex": Debounce(key="user", seconds=5)}'
         case "schedules_version":
             fits = value is None or is_text or (_is_int(value) and value >= 0)
             return fits, 'None, a number from 0, or a date such as "2026-11-23"'

@@ -16,6 +16,7 @@ from ..per_process import in_forked_children
 from ..settings import InstallKeywords, check_settings
 from ..transports.aliases import OPTION, register_transports
 from .installation import PREFIX, Installation, checked_app, installation_of, keep_celerys_own_off
+from .keyed import send_declared
 from .retrying import task_from_fun, teach_tasks
 
 App = TypeVar("App", bound=Celery)
@@ -51,6 +52,7 @@ def install(app: App, **settings: Unpack[InstallKeywords]) -> App:
     installation = installation_of(real)
     if installation is None:
         installation = Installation(real, dict(settings))
+        installation.send_declared = send_declared
         if real.configured:
             installation.settings()  # checks rules that involve several settings
         real._native_delay = installation
@@ -63,6 +65,7 @@ def install(app: App, **settings: Unpack[InstallKeywords]) -> App:
     elif installation.keywords | settings != installation.keywords:
         drop_pools(real)  # whose connections have the earlier settings
     installation.keywords |= settings
+    installation.keys = None
     _hook(installation)
     return app
 

@@ -20,6 +20,9 @@ from kombu.utils.uuid import uuid
 
 from ..due_time import check_countdown
 from ..errors import SettingsError, UnsupportedBroker
+from ..keyed.record import HEADER as KEY
+from ..rates.declared import DeclaredKey
+from ..records.publishing import underway
 from ..settings import DRAIN, DelaySettings
 from ..store.joined import outside_transaction
 from ..transports.aliases import OPTION, option_of, transport_of, url_errors_explained
@@ -75,6 +78,10 @@ class Installation:
         self._warned_of: set[str] = set()
         self.raises_if_unsupported = False
         """True in a ``delay`` command, which raises an error for an unsupported broker."""
+        self.keys: dict[str, DeclaredKey] | None = None
+        """The declared keys by task name; None until the first task is sent."""
+        self.send_declared: Callable[..., Any] = lambda *_, **__: None
+        """Sends a task under its declared key. Set by ``install()``."""
         self.test_broker: str | None = None
         """The URL that replaces the app's broker URL in tests with the test clock."""
 
@@ -135,6 +142,8 @@ class Installation:
 
     def send_task(self, *args: Any, **options: Any) -> Any:
         """Check the countdown, then call the ``send_task`` that this method replaces."""
+        if (keyed := self._sent_by_key(args, options)) is not None:
+            return keyed
         countdown = args[3] if len(args) > 3 else options.get("countdown")
         # The channel checks all other countdowns when it publishes. NaN is caught here, too.
         if isinstance(countdown, int | float) and not countdown < LONGEST_CELERY_SECONDS:
@@ -153,6 +162,21 @@ class Installation:
             if options.get("connection") is None and options.get("producer") is None:
                 name_broker(exc, self.app)
             raise
+
+    def _sent_by_key(self, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Send a task with a declared key, as ``Delay(app)`` does; None if it has none."""
+        name = str(args[0] if args else options.get("name"))
+        task = options.get("task_type") or self.app._tasks.get(name)
+        if self.keys is None:
+            self.keys = dict(self.keywords.get("keys") or self.app.conf.get(f"{PREFIX}keys") or ())
+        declared = self.keys.get(name) or getattr(task, "key", None)
+        if not isinstance(declared, DeclaredKey) or not self.delays_new:
+            return None
+        # The message of Delay(app) itself, of a schedule entry, or of a retry.
+        if underway.get() or KEY in (options.get("headers") or {}) or _is_retry(options):
+            return None
+        named = dict(zip(_SEND_TASK, args, strict=False))
+        return self.send_declared(self, declared, task, **named, **options)
 
     def _send(
         self, send_task: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]
@@ -366,6 +390,10 @@ def _goes_into_store(channel: Any, args: tuple[Any, ...], options: Mapping[str, 
     headers = {"task": args[0] if args else options.get("name")}
     is_delayed = bool(options.get("countdown") or options.get("eta"))
     return bool(channel.waits_in_store(headers) if is_delayed else channel.joins(headers))
+
+
+#: The positional arguments of Celery's ``send_task``.
+_SEND_TASK = ("name", "args", "kwargs", "countdown", "eta", "task_id")
 
 
 def _is_retry(options: Mapping[str, Any]) -> bool:

@@ -28,6 +28,7 @@ from ..keyed.record import HEADER, Mark, name_of
 from ..keyed.records import KeyRecords, publish_under
 from ..keyed.rules import Seen, Step
 from ..now import time_ns
+from ..rates.declared import Debounce, DeclaredKey, Throttle, Unique
 from ..records.publishing import publishing
 from ..texts import is_text
 from ..transports.aliases import LONGEST_COUNTDOWN_SECONDS, delay_headers
@@ -263,6 +264,54 @@ class KeyedCalls:
     ) -> KeyedResult:
         result = (self._task(signature) or self._app).AsyncResult(task_id)
         return keyed_result(result, created=created)
+
+
+class _Declared(KeyedCalls):
+    """Sends tasks whose key is declared, by the app's own ``send_task``."""
+
+    def __init__(self, app: Any, send_task: Callable[..., Any], task: Task | None) -> None:
+        super().__init__(app)
+        self._send_task, self._sent = send_task, task
+
+    def _send(self, signature: Signature) -> Callable[..., AsyncResult]:
+        return partial(self._send_task, signature.task, task_type=self._sent)
+
+
+def send_declared(
+    installation: Any,
+    declared: DeclaredKey,
+    task: Task | None,
+    *,
+    name: str,
+    args: Any = None,
+    kwargs: Any = None,
+    task_type: Any = None,
+    **options: Any,
+) -> KeyedResult | None:
+    """Send a task under its declared key; return None if this call has no key."""
+    run = getattr(task, "run", None)
+    args, kwargs = tuple(args or ()), dict(kwargs or {})
+    key = declared.key_of(args, kwargs, options.get("headers") or {}, run)
+    if key is None:
+        return None
+    if options.get("chord") or options.get("group_id"):
+        raise CannotDelay(
+            f"expected {name}, which has a declared key, outside of a group or chord: it would "
+            f"wait for calls whose task never runs. Send it by itself"
+        )
+    calls = _Declared(installation.app, installation.send_task, task)
+    given = {each: value for each, value in options.items() if value is not None}
+    signature = Signature(name, args, kwargs, given, app=installation.app)
+    match declared:
+        case Debounce(_, seconds, longest, announce):
+            return calls.debounce(
+                signature, key=key, seconds=seconds, max_wait_seconds=longest, announce=announce
+            )
+        case Throttle(_, seconds, edge, announce):
+            return calls.throttle(signature, key=key, seconds=seconds, edge=edge, announce=announce)
+        case Unique(_, until):
+            return calls.unique(signature, key=key, until=until)
+    raise AssertionError(declared)
 
 
 def key_records(app: Any, connection: Any) -> KeyRecords:

@@ -139,6 +139,7 @@ _NOT_FOR_PUBLISHING = (
     "once",
     "once_days",
     "rates",
+    "keys",
 )
 
 #: Settings whose URLs may hold a password. The option must not show the password.

@@ -138,6 +138,10 @@ def test_a_key_has_one_task_as_shown(store_redis: PrivateRedis) -> None:
             exec(only("keys").text, {"app": app, **names})
         # shop.notify was due at once, shop.import_ was cancelled: both were handed over.
         assert [task.name for task in Delay(app).ls()] == ["shop.reindex"]
+        declared: dict[str, Any] = {"app": app, "install": install}
+        exec(only("keys-declared").text, declared)
+        calls = [declared["reindex_user"].delay("ada") for _ in range(2)]
+        assert calls[1].replaced == calls[0].id
 
 
 def test_rates_work_as_shown(

@@ -22,11 +22,15 @@ from kombu import Connection, Queue
 
 from celery_native_delay import (
     CannotDelay,
+    Debounce,
     Delay,
     DelayTooLong,
     InvalidDueTime,
     KeyedResult,
     NoStore,
+    SettingsError,
+    Throttle,
+    Unique,
     UnsupportedBroker,
     Verdict,
     install,
@@ -54,6 +58,9 @@ T = TypeVar("T")
 
 #: Longer than any test takes, and within the longest delay.
 LONG = 100.0
+
+
+def imported(file: str, at: int = 0) -> None: ...
 
 
 def reindexed(*args: Any) -> tuple[Any, ...]:
@@ -260,6 +267,45 @@ def test_tasks_are_searched_and_cancelled_by_key(
     nothing = delay.cancel(key=f"{key}-other", task=TASK, kind="unique")
     assert (nothing.id, nothing.verdict) == ("", Verdict.UNKNOWN)
     assert str(nothing) == f"nothing waits for key '{key}-other' of {TASK} (unique)"
+
+
+def test_callers_of_a_task_with_a_declared_key_keep_delay(
+    key: str, app: Celery, delay: Delay
+) -> None:
+    """Declared at the task, or in the settings; with and without the key's argument."""
+
+    @app.task(name=f"shop.declared-{key}", key=Debounce(key="user", seconds=LONG))
+    def declared(user: str | None, page: int = 0) -> None: ...
+
+    first, last = declared.delay(key, 1), declared.delay(user=key, page=2)
+    assert last.replaced == first.id
+    (task,) = delay.ls(f"key:{key}")
+    assert (task.id, task.kind, task.key, task.kwargs) == (
+        last.id,
+        "debounce",
+        key,
+        f"{{'user': '{key}', 'page': 2}}",
+    )
+    assert declared.si(key).apply_async().replaced == last.id
+    other = declared.apply_async((None, 3), countdown=LONG)
+    assert not isinstance(other, KeyedResult), "None is no key"
+    with pytest.raises(TypeError, match="countdown"):
+        declared.apply_async((key,), countdown=5)
+    with pytest.raises(CannotDelay, match="outside of a group or chord"):
+        group(declared.si(key), declared.si(key)).apply_async()
+    assert delay.cancel(key=key, task=declared, kind="debounce")
+    assert delay.cancel(other)
+
+    by_name = f"shop.named-{key}"
+    app.task(name=by_name)(imported)
+    install(app, keys={by_name: Unique(key="file"), "shop.x": Throttle("file", 5)})
+    sent = app.send_task(by_name, (key,), countdown=LONG)
+    assert app.tasks[by_name].apply_async((key,), {"at": 1}).id == sent.id
+    assert delay.count(f"key:{key}") == 1
+    assert delay.cancel(sent)
+    with pytest.raises(SettingsError, match="Debounce"):
+        install(app, keys={by_name: "file"})  # type: ignore[dict-item]
+    install(app, keys={})
 
 
 def test_a_cancel_by_key_also_cancels_a_task_that_replaces_another_meanwhile(
