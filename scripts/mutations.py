@@ -75,8 +75,8 @@ MUTATIONS = [
     ),
     Mutation(
         "transports/rabbitmq/delays.py",
-        "if not self._in_batch:",
-        "if self._in_batch:",
+        "self._settle(channel, confirm_timeout_seconds or timeout_seconds)",
+        "pass",
         "integration/test_publishing.py -k confirm_that_never_comes",
     ),
     # Keys and locks.
