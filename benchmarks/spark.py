@@ -21,6 +21,7 @@ from benchmarks.charts import quartile_bars
 from benchmarks.measuring import REDIS_CONFIG, Bench, Result, Target, median, quartiles
 from celery_native_delay.spark import FanOut
 from celery_native_delay.testing import private_redis
+from tests.postgresql import private_postgresql
 
 ROUNDS = 3
 ROWS = 100_000
@@ -69,6 +70,7 @@ def run(bench: Bench) -> Result:
             bench,
             BENCH_SPARK_URL=ours,
             BENCH_SPARK_PLAIN_URL=plain,
+            BENCH_SPARK_STORE=stack.enter_context(private_postgresql()).new_database(),
             BENCH_SPARK_REDIS_URL=redis,
             BENCH_SPARK_REDIS_PLAIN_URL=redis_plain,
         )
@@ -87,6 +89,9 @@ def run(bench: Bench) -> Result:
                 partial(_by_hand, app="redis_plain"),
             ),
             "redis fan out": Way("Redis: FanOut.send()", rows, partial(_fan_out, app="redis_app")),
+            "store fan out": Way(
+                "PostgreSQL store: FanOut.send()", rows, partial(_fan_out, app="store_app")
+            ),
             "sink": Way('format("celery")', rows, _sink),
             "encode": Way("FanOut's Spark part alone", bench.count(ENCODED_ROWS), _encode),
         }

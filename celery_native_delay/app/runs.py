@@ -131,7 +131,11 @@ class Run:
             change_run(
                 channel.records(settings),
                 self.run_id,
-                lambda known, _: replace(known, moved_us=known.moved_us + by_us),
+                lambda known, _: replace(
+                    known,
+                    moved_us=known.moved_us + by_us,
+                    kept_us=known.kept_us + max(by_us, 0),
+                ),
             )
             return count
 
@@ -173,15 +177,15 @@ def runs_of(app: Celery, limit: int) -> list[RunStatus]:
 
 
 def open_run(
-    app: Celery, run_id: str, task: str, now_us: int, kind: str = RUN_KIND
+    app: Celery, run_id: str, task: str, now_us: int, job: str, kind: str = RUN_KIND
 ) -> RunRecord | None:
-    """Note one more try of a run; return its state, or None without a store and a Redis broker.
+    """Note that a job sends a run; return its state, or None without a store and a Redis broker.
 
     Raises:
         InvalidFanOut: the run was cancelled.
         StoreUnavailable: the store does not answer; so nothing was sent.
     """
-    record = _on_records(app, partial(_begun, run_id=run_id, task=task, now_us=now_us, kind=kind))
+    record = _on_records(app, partial(_begun, run_id, task, now_us, job=job, kind=kind))
     if record is not None and record.cancelled:
         raise InvalidFanOut(
             f"expected a run that was not cancelled, got {run_id!r}: choose another run_id"
@@ -209,10 +213,10 @@ def have_run(app: Celery, task: str, task_ids: Sequence[str]) -> set[str]:
 
 
 def _begun(
-    records: Records, settings: DelaySettings, *, run_id: str, task: str, now_us: int, kind: str
+    run_id: str, task: str, now_us: int, records: Records, settings: DelaySettings, **more: str
 ) -> RunRecord:
     longest_us = round(settings.longest_delay_seconds * 1_000_000)
-    return begin_run(records, run_id, task, now_us, longest_us=longest_us, kind=kind)
+    return begin_run(records, run_id, task, now_us, longest_us=longest_us, **more)
 
 
 def _on_records(app: Celery, call: Callable[[Records, DelaySettings], T]) -> T | None:

@@ -29,7 +29,7 @@ class RunRecord:
 
     - *began_us*: the beginning of the first try. All tries count from it, and reject the same rows.
     - *kept_us*: the time at which this state expires.
-    - *tries*: how often the run was sent.
+    - *tries*: how often the run was sent, and *job*: the Spark job that sent it last.
     - *rows*, *sent*, *rejected*: the numbers of its largest try.
     - *moved_us*: the time by which all its tasks were rescheduled.
     - *cancelled*: True if workers announce its tasks as revoked.
@@ -40,6 +40,7 @@ class RunRecord:
     began_us: int
     kept_us: int
     tries: int = 0
+    job: str = ""
     rows: int = 0
     sent: int = 0
     rejected: int = 0
@@ -62,17 +63,24 @@ class RunRecord:
 
 
 def begin_run(
-    records: Records, run_id: str, task: str, now_us: int, *, longest_us: int, kind: str = RUN_KIND
+    records: Records,
+    run_id: str,
+    task: str,
+    now_us: int,
+    *,
+    job: str,
+    longest_us: int,
+    kind: str = RUN_KIND,
 ) -> RunRecord:
-    """Note one more try of a run, and return its state; the first try sets its beginning.
+    """Note that a Spark job sends a run, and return its state; the first sets its beginning.
 
-    *longest_us* is the longest delay of its tasks.
+    Each part of the job may say so. *longest_us* is the longest delay of its tasks.
     """
 
     def begun(seen: Snapshot) -> Change[RunRecord]:
         kept_us = _BATCH_KEPT_US if kind == BATCH_KIND else longest_us
         known = _known(seen) or RunRecord(run_id, task, now_us, seen.now_us + kept_us)
-        new = replace(known, tries=known.tries + 1)
+        new = replace(known, tries=known.tries + (known.job != job), job=job)
         return Change(new.encoded(), new.kept_us, new)
 
     return records.change(name_of_run(run_id, kind), begun)

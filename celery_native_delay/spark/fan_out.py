@@ -235,7 +235,7 @@ class FanOut:
         """
         options, spark, job_id = self.options, self._df.sparkSession, uuid4().hex
         _ = self.facts  # checks the app first
-        opening = partial(open_run, options.app, self.run_id, options.task, options.now_us)
+        opening = partial(open_run, options.app, self.run_id, options.task, options.now_us, job_id)
         run = self._ask(opening)
         self._warn_if_volatile()
         self._warn_of_repeats(run is not None)

@@ -27,8 +27,6 @@ class Receipt:
     attempt: int
     """The id of the attempt of Spark's task, which no other attempt has."""
     rows: int = 0
-    ids: int = 0
-    """The sum of the CRC-32 checksums of all task ids in the partition."""
     sent: int = 0
     confirmed: int = 0
     done: int = 0

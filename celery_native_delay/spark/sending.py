@@ -12,7 +12,6 @@ from pathlib import Path
 from time import monotonic, sleep, time_ns
 from typing import Any
 from uuid import uuid4
-from zlib import crc32
 
 from pyspark import SparkFiles
 
@@ -70,7 +69,7 @@ class SendJob:
         run: RunRecord | None,
         job_id: str,
         *,
-        run_id: str,
+        run_id: str | None,
         max_rate: float | None = None,
         driver: tuple[str, int] | None = None,
     ) -> SendJob:
@@ -109,7 +108,6 @@ def send_rows(rows: Iterable[tuple[Any, ...]], job: SendJob, receipt: Receipt) -
             rows, job, receipt
         ):
             receipt.rows += 1
-            receipt.ids += crc32(task_id.encode()) if task_id else 0
             if error is not None:
                 receipt.rejected[error] += 1
                 continue

@@ -82,6 +82,9 @@ def parsed(texts: Mapping[str, str]) -> dict[str, Any]:
 class Writer(DataSourceArrowWriter):
     """Writes the rows of one Spark job as delayed Celery tasks."""
 
+    #: True if tasks have the name of their run in a header, by which they can be cancelled.
+    _is_run = True
+
     def __init__(self, schema: Any, texts: Mapping[str, str], *, overwrite: bool) -> None:
         if overwrite:
             raise InvalidFanOut('expected mode("append"): what has been sent cannot be overwritten')
@@ -95,7 +98,7 @@ class Writer(DataSourceArrowWriter):
             InvalidFanOut: a row is rejected, and the option *on_reject* is "fail".
         """
         run_id = self._options.run_id
-        run = self._open(run_id, RUN_KIND) if self._has_run_id else None
+        run = self._open(run_id, self._job_id, RUN_KIND) if self._has_run_id else None
         return self._send(iterator, run_id, self._job_id, run)
 
     def commit(self, messages: list[Any]) -> None:
@@ -129,10 +132,10 @@ class Writer(DataSourceArrowWriter):
         self._types, self._longest_seconds = types, facts.longest_seconds
         self._queues = facts.queues if fan_out.check_queue else None
 
-    def _open(self, run_id: str, kind: str) -> RunRecord | None:
+    def _open(self, run_id: str, job_id: str, kind: str) -> RunRecord | None:
         """Note that this partition is sent, so that its repetition rejects the same rows."""
         options = self._options
-        return open_run(options.app, run_id, options.task, options.now_us, kind)
+        return open_run(options.app, run_id, options.task, options.now_us, job_id, kind)
 
     def _send(
         self, batches: Iterable[Any], run_id: str, job_id: str, run: RunRecord | None
@@ -147,7 +150,7 @@ class Writer(DataSourceArrowWriter):
         assert context is not None
         receipt = Receipt(context.partitionId(), context.taskAttemptId())
         first, count = None, 0
-        job = SendJob.of(fan_out, run, job_id, run_id=run_id)
+        job = SendJob.of(fan_out, run, job_id, run_id=run_id if self._is_run else None)
         for failure in send_rows(self._encoded(encoder, batches, run_id), job, receipt):
             first, count = first or failure, count + 1
         if first is not None:
@@ -174,6 +177,8 @@ class Writer(DataSourceArrowWriter):
 class StreamWriter(Writer, DataSourceStreamWriter):
     """Writes each micro batch as delayed tasks; a repeated batch has the same task ids."""
 
+    _is_run = False
+
     def __init__(self, schema: Any, texts: Mapping[str, str], *, overwrite: bool) -> None:
         if overwrite:
             raise InvalidFanOut('expected outputMode("append"), got "complete"')
@@ -186,8 +191,8 @@ class StreamWriter(Writer, DataSourceStreamWriter):
         assert context is not None
         query, batch = map(context.getLocalProperty, _QUERY_AND_BATCH)
         run_id = f"{self._options.run_id if self._has_run_id else query}-{batch}"
-        run = self._open(run_id, BATCH_KIND)
-        return self._send(iterator, run_id, f"{self._job_id}-{batch}", run)
+        job_id = f"{self._job_id}-{batch}"
+        return self._send(iterator, run_id, job_id, self._open(run_id, job_id, BATCH_KIND))
 
     def commit(self, messages: list[Any], batchId: int) -> None:  # type: ignore[override]  # noqa: N803
         """Log the number of sent tasks of the micro batch."""

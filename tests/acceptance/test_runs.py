@@ -46,7 +46,7 @@ def fleet(where: str, request: pytest.FixtureRequest, tmp_path: Path) -> Iterato
 
 
 def send(app: Celery, run_id: str, count: int, *, countdown: float) -> None:
-    assert open_run(app, run_id, "note", time_ns() // 1000) is not None
+    assert open_run(app, run_id, "note", time_ns() // 1000, "job 1") is not None
     with Bulk(app, headers={RUN: run_id}) as batch:
         for number in range(count):
             batch.send("note", (run_id,), task_id=f"{run_id}-{number}", countdown=countdown)
@@ -73,7 +73,7 @@ def test_a_run_is_counted_listed_and_cancelled_before_its_tasks_start(
     run.cancel()
     assert run.status().cancelled
     with pytest.raises(InvalidFanOut, match="not cancelled, got 'nightly': choose another run_id"):
-        open_run(app, "nightly", "note", 0)
+        open_run(app, "nightly", "note", 0, "job 2")
     with pytest.raises(InvalidFanOut, match="was sent and not yet forgotten, got 'nihgtly'"):
         Run("nihgtly", app=app).cancel()
     worker = fleet.worker(concurrency=1)
@@ -99,7 +99,7 @@ def test_a_run_is_rescheduled_as_a_whole(fleet: Fleet, where: str) -> None:
     after = [task.due for task in Delay(app).ls("run:later")]
     assert [round((b - a).total_seconds()) for a, b in zip(before, after, strict=True)] == [60] * 3
     assert run.reschedule(by=-2000) == 3
-    again = open_run(app, "later", "note", 0)
+    again = open_run(app, "later", "note", 0, "job 2")
     assert again is not None
     assert (again.tries, again.moved_us) == (2, -1_940_000_000)
     fleet.worker(concurrency=1)

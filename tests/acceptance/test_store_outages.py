@@ -15,6 +15,7 @@ import pytest
 from sqlalchemy import create_engine, text
 
 from celery_native_delay import Delay, StoreUnavailable
+from celery_native_delay.records.waiting import RUN
 from celery_native_delay.store.interface import Store
 from celery_native_delay.store.opened import store_at
 from celery_native_delay.testing import PrivateRedis, private_redis
@@ -165,11 +166,13 @@ def test_a_store_that_hangs_stops_no_worker(
             assert monotonic() - began < PATIENCE_SECONDS
         # More than the worker takes at once.
         gated += [app.send_task("call_api", ("ada",)).id for _ in range(20)]
+        gated.append(app.send_task("note", ("run",), headers={RUN: "nightly"}).id)
         now = [app.send_task("note", (number,)).id for number in range(10)]
         fleet.record.wait_for_ids(now)
         answers = app.control.inspect(timeout=PATIENCE_SECONDS, limit=1).ping()
         assert answers == {worker.name: {"ok": "pong"}}
-        assert fault is Place.delayed or not fleet.record.runs(task_id=waiting)
+        for task_id in (waiting, gated[-1]):
+            assert fault is Place.delayed or not fleet.record.runs(task_id=task_id)
     fleet.record.wait_for_ids([waiting, *gated])
     again = later(fleet, 3, 1)
     fleet.record.wait_for(task_id=again)
