@@ -174,7 +174,12 @@ def _rescue_batch(work: _RescueState, batch: list[Parked]) -> None:
         elif destination in work.unwanted:
             stay.append(parked)
         elif delayed.due_us > now_ms * 1000:
-            early.append((parked, delayed))
+            try:
+                # put_back() would shorten the delay: a plain worker would run the task early.
+                work.delays.check_reach(delayed.due_us)
+                early.append((parked, delayed))
+            except DelayTooLong:
+                stay.append(parked)
         else:
             message = _original(parked, delayed, work.deliverer.user, now_ms)
             due[at] = Publication(message, *destination)
@@ -219,24 +224,12 @@ def _wait_again(work: _RescueState, early: list[tuple[Parked, Delayed]]) -> list
         # The messages may have parked because a queue with a TTL was missing.
         work.delays.prepare(redeclare=True)
         work.redeclared = True
-    stay: list[Parked] = []
-    waits: list[tuple[amqp.Message, Delayed]] = []
-    back: list[Parked] = []
-    for parked, delayed in early:
-        try:
-            # put_back() would shorten the delay: a plain worker would run the task early.
-            work.delays.check_reach(delayed.due_us)
-        except DelayTooLong:
-            stay.append(parked)
-        else:
-            back.append(parked)
-            waits.append((amqp.Message(parked.message.body, **parked.properties), delayed))
-    for parked, error in zip(back, work.delays.put_back(waits), strict=True):
-        if isinstance(error, (MessageNacked, NativeDelayError)):
-            stay.append(parked)
-        elif error is not None:
+    waits = [(amqp.Message(each.message.body, **each.properties), to) for each, to in early]
+    errors = work.delays.put_back(waits)
+    for error in errors:
+        if error is not None and not isinstance(error, (MessageNacked, NativeDelayError)):
             raise error
-    return stay
+    return [parked for (parked, _), error in zip(early, errors, strict=True) if error is not None]
 
 
 def _original(parked: Parked, delayed: Delayed, user: str, now_ms: int) -> amqp.Message:
