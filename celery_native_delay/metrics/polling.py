@@ -18,6 +18,7 @@ from ..app.schedules import Scheduled, Schedules
 from ..errors import NativeDelayError, described
 from ..rates.line import RateLine
 from ..records.holds import Hold
+from ..records.waiting import HELD_FROM_US
 from ..transports.interface import Backlog
 
 logger = get_logger(__name__)
@@ -94,6 +95,8 @@ class Poll(Thread):
             logger.info("native delay: counts the waiting messages again")
         first_us = backlog.until_first_us
         first_due = None if first_us is None else time() + first_us / 1_000_000
+        if first_due is not None and first_due * 1_000_000 >= HELD_FROM_US:
+            first_due = None
         return Reading(backlog, monotonic(), monotonic() - begin, first_due, lines, entries, holds)
 
     def _opened(self) -> Any:

@@ -429,6 +429,8 @@ class WaitingTasks(ABC):
         with TemporaryFile("w+") as noted:
             due_us = now_us
             for task in self.all(query):
+                if task.held:  # it has no due time
+                    continue
                 due_us = max(task.due_us + by_us, due_us)
                 noted.write(f"{task.due_us + by_us} {task.id}\n")
             self._delays.check_reach(due_us)

@@ -14,6 +14,8 @@ from typing import Any
 from ..durations import duration
 from ..errors import NativeDelayError, errors_ignored
 from ..finding import WRONG, Finding
+from ..now import time_ns
+from ..records.waiting import HELD_FROM_US
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +55,8 @@ class Status:
     @classmethod
     def of(cls, name: str, census: Any) -> Status:
         until_us = census.until_first_us
+        if until_us is not None and time_ns() // 1000 + until_us >= HELD_FROM_US:
+            until_us = None
         return cls(
             name,
             census.waiting,

@@ -15,7 +15,7 @@ from ..keyed.record import key_and_kind
 from ..now import time_ns
 from ..records.holds import RECORD, Hold, decoded
 from ..records.interface import Records
-from ..records.waiting import HELD, Held, Waiting
+from ..records.waiting import HELD, PLACE, Held, Waiting
 from ..within import Within
 from .arrival import AWAY_US, CLOCK_SKEW_US, Announce, Arrival, AskAgain, Ruling, WaitUntil
 from .in_time import in_time
@@ -74,6 +74,7 @@ class Holding:
             return None
         if hold.mode == "drop":
             return Announce()
+        headers.pop(PLACE, None)  # the line goes on without it
         delivery_id = None if arrival.delayed is None else arrival.delayed.delivery_id
         if self._is_away:
             return arrival.until_store_answers(delivery_id)

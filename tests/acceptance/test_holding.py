@@ -124,6 +124,10 @@ def test_what_is_held_stays_held_until_its_release_and_others_run(held: Held) ->
     (task,) = held.delay.show(sent[-1])
     assert task.held is not None
     assert task.held.by == "ada@web1"
+    assert held.delay.next_due() is None, "held tasks have no due time"
+    assert held.delay.histogram() == []
+    assert held.delay.update(sent[0], args=["changed"])
+    assert held.waits(sent[0])
     assert not {run.id for run in record.runs()} & set(sent)
 
     told: list[tuple[int, int]] = []
@@ -132,6 +136,7 @@ def test_what_is_held_stays_held_until_its_release_and_others_run(held: Held) ->
     assert sum(done for done, _ in told) == number
     runs = record.wait_for_ids(sent)
     assert all(len(runs[task_id]) == 1 for task_id in sent)
+    assert runs[sent[0]][0].args == ["changed"]
     at = [runs[task_id][0].started for task_id in sent]
     assert at[-1] - at[0] >= (len(sent) - 1) / 20 - 0.5, "no stampede"
     assert held.delay.holds() == []
