@@ -129,6 +129,13 @@ class Worker:
         """Return the index and the Unix time of each start so far."""
         return list(RECORD.iter_unpack(self._record.read_bytes()))
 
+    def last_starts(self, count: int) -> list[tuple[int, float]]:
+        """Return the last *count* starts so far."""
+        with self._record.open("rb") as file:
+            file.seek(max(self.start_count() - count, 0) * RECORD.size)
+            data = file.read()
+        return list(RECORD.iter_unpack(data[: len(data) // RECORD.size * RECORD.size]))
+
     def start_count(self) -> int:
         return self._record.stat().st_size // RECORD.size
 

@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from benchmarks import (
     bulk,
     declare,
+    holds,
     keys,
     lateness,
     publish,
@@ -62,13 +63,14 @@ SCENARIOS: dict[str, Scenario] = {
     "rates": rates,
     "keys": keys,
     "schedules": schedules,
+    "holds": holds,
     "spark": spark,
     "reconcile": reconcile,
     "scale": scale.MILLION,
     "scale-10m": scale.TEN_MILLION,
 }
 
-ONLY_BY_NAME = frozenset(("scale-10m",))
+ONLY_BY_NAME = frozenset(("holds", "scale-10m"))
 """Scenarios that take an hour or the whole memory of a machine. They run only if named."""
 
 REFERENCE = "4.3"

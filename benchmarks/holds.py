@@ -1,0 +1,148 @@
+"""Hold many tasks, release them at a rate, and measure what other tasks feel of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from threading import Thread
+from time import perf_counter, sleep, time
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from benchmarks.apps import OTHER_TASK, TASK, Worker, declare_for, make_app, running_worker
+from benchmarks.charts import quartile_bars
+from benchmarks.measuring import (
+    REDIS_CONFIG,
+    Bench,
+    Result,
+    Target,
+    percentile_columns,
+    quartiles,
+)
+from celery_native_delay import Delay
+from celery_native_delay.app.holds import TAKEN_UP_SECONDS
+from celery_native_delay.bulk import bulk
+from celery_native_delay.testing import private_redis
+from tests.postgresql import private_postgresql
+
+HELD = 2_000_000
+BLOCK = 500
+"""The number of held tasks that are sent at once, before another task."""
+PER_SECOND = 100
+"""The rate of the release."""
+PROBES = 1 << 31
+"""The indexes of the other tasks begin here."""
+
+
+def run(bench: Bench) -> Result:
+    rows: list[dict[str, Any]] = []
+    targets: list[Target] = []
+    series: dict[str, list[float]] = {}
+    with ExitStack() as stack:
+        redis = stack.enter_context(private_redis(config=REDIS_CONFIG))
+        postgresql = stack.enter_context(private_postgresql())
+        vhost = stack.enter_context(bench.vhost())
+        for name, url, store in (
+            ("Redis", redis.url, None),
+            ("RabbitMQ and PostgreSQL", vhost, postgresql.new_database()),
+        ):
+            drill = Drill(bench, name, url, store)
+            rows += drill.rows
+            targets += drill.targets
+            series |= drill.series
+    result = Result(
+        "Held tasks",
+        f"{bench.count(HELD, at_least=1000):,} immediate tasks are held by one worker with two "
+        f"processes: after each {BLOCK} of them, another task is sent into the same queue, and its "
+        f"time until its start is measured. Then they are released at {PER_SECOND}/s, while other "
+        f"tasks are sent each second.",
+        rows,
+        targets,
+    )
+    result.series = series
+    return result
+
+
+def draw(result: Result) -> Figure:
+    return quartile_bars("Other tasks, until their start", "ms", result.series)
+
+
+class Drill:
+    """Holds and releases tasks on one broker."""
+
+    def __init__(self, bench: Bench, name: str, url: str, store: str | None) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self.targets: list[Target] = []
+        self.series: dict[str, list[float]] = {}
+        self._count = bench.count(HELD, at_least=1000)
+        self._probes = 0
+        settings = {} if store is None else {"store": store}
+        self._app = make_app("ours", url, **settings)
+        conf = {f"native_delay_{key}": value for key, value in settings.items()}
+        declare_for("ours", self._app)
+        with running_worker("ours", url, bench.folder, conf=conf) as worker:
+            self._worker = worker
+            delay = Delay(self._app)
+            delay.hold(TASK)
+            sleep(TAKEN_UP_SECONDS)
+            self._measure(f"{name}: {self._count:,} held", lambda: self._hold(bench, delay))
+            releasing = Thread(
+                target=delay.release, args=(TASK,), kwargs={"rate": f"{PER_SECOND}/s"}
+            )
+            releasing.start()
+            self._measure(f"{name}: released", self._until_all_ran)
+            releasing.join()
+            self._check(name, worker)
+        self._app.close()
+
+    def _measure(self, what: str, call: Callable[[], list[float]]) -> None:
+        began = perf_counter()
+        seconds = call()
+        rate = self._count / (perf_counter() - began)
+        columns = percentile_columns(seconds, "ms")
+        self.rows.append({"what": what, "tasks/s": rate, "other tasks": len(seconds), **columns})
+        self.series[what] = quartiles(each * 1e3 for each in seconds)
+
+    def _hold(self, bench: Bench, delay: Delay) -> list[float]:
+        seconds = []
+        with bench.progress("hold", self._count) as done:
+            for start in range(0, self._count, BLOCK):
+                with bulk(self._app) as batch:
+                    for number in range(start, min(start + BLOCK, self._count)):
+                        batch.send(TASK, (number,))
+                seconds.append(self._probe())
+                done(start)
+            while delay.holds()[0].held < self._count:
+                sleep(0.5)
+        return seconds
+
+    def _until_all_ran(self) -> list[float]:
+        seconds = []
+        while self._worker.start_count() < self._count + self._probes:
+            seconds.append(self._probe())
+            sleep(1)
+        return seconds
+
+    def _probe(self) -> float:
+        """Send another task, and return the seconds until its start."""
+        index, began = PROBES + self._probes, time()
+        self._probes += 1
+        self._app.send_task(OTHER_TASK, (index,))
+        while True:
+            started = [at for found, at in self._worker.last_starts(1000) if found == index]
+            if started:
+                return started[0] - began
+            sleep(0.01)
+
+    def _check(self, name: str, worker: Worker) -> None:
+        starts = [(index, at) for index, at in worker.starts() if index < PROBES]
+        each = Counter(index for index, _ in starts)
+        most = max(Counter(int(at) for _, at in starts).values())
+        lost = self._count - len(each)
+        self.targets += [
+            Target(f"{name}: held tasks that were lost", lost, "≤", 0),
+            Target(f"{name}: runs of one held task", max(each.values()), "≤", 1),
+            Target(f"{name}: starts in one second", most, "≤", 2 * PER_SECOND),
+        ]
