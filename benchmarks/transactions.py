@@ -24,7 +24,7 @@ from benchmarks.measuring import (
     quiet,
 )
 from celery_native_delay import in_transaction
-from celery_native_delay.store.sql import TASKS
+from celery_native_delay.store.sql_table import TASKS
 from celery_native_delay.transports.storing import StoringChannel
 from tests.postgresql import private_postgresql
 

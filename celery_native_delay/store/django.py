@@ -17,7 +17,8 @@ from ..errors import CannotDelay, StoreUnavailable, UnsupportedBroker
 from ..per_process import in_forked_children
 from ..within import Within, before_commit
 from .joined import UsersTransaction, is_outside
-from .sql import SCHEMA, SqlStore
+from .sql import SqlStore
+from .sql_table import SCHEMA
 
 T = TypeVar("T")
 

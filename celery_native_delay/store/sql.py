@@ -4,25 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from secrets import token_hex
 from typing import Any, TypeVar
 
 from sqlalchemy import (
-    BigInteger,
     Boolean,
-    Column,
     Connection,
     Engine,
-    Index,
-    Integer,
-    MetaData,
-    SmallInteger,
-    String,
-    Table,
-    Text,
     and_,
     bindparam,
     case,
@@ -41,12 +31,10 @@ from ..finding import UNCHECKED, WRONG, Finding, clock_finding
 from ..now import time_ns
 from ..records.database import Database, clock_ahead_seconds, limit_lock_waits, now_us
 from ..records.interface import Change, Decide, Publish, RecordName, Snapshot
-from ..records.sql import LONG_TEXT, RECORDS, TABLE_OPTIONS, SqlRecords
-from ..records.sql_listing import SqlListing
-from ..records.waiting import Edit, Waiting, WaitingTasks
+from ..records.sql import SqlRecords
+from ..records.waiting import WaitingTasks
 from ..texts import digest_of, storable
 from ..within import Within
-from .entry import StoreEntry, waiting_of
 from .interface import (
     BATCH,
     LEASE_SECONDS,
@@ -61,45 +49,21 @@ from .interface import (
 )
 from .joined import RELAY_SECONDS, UsersTransaction, joined, transaction_with
 from .sessions import SessionTransaction
+from .sql_table import (
+    CANCELLED,
+    CANCELLED_AND_TAKEN,
+    LISTED,
+    METADATA,
+    PARKED,
+    SCHEMA,
+    TAKEN,
+    TASKS,
+    WAITING,
+    short_id,
+)
+from .sql_tasks import SqlTasks
 
 T = TypeVar("T")
-
-METADATA = MetaData()
-
-#: The states of a row. The numbers are in the table. A cancelled row is published at once, so that
-#: a worker announces the task as revoked; it is not listed any more.
-WAITING, TAKEN, PARKED, CANCELLED, CANCELLED_AND_TAKEN = 0, 1, 2, 3, 4
-
-_LONGEST_ID = 255
-
-#: One row per waiting task. Never change the columns: changed columns need another table.
-TASKS = Table(
-    "native_delay_task",
-    METADATA,
-    # SQLite numbers rows by itself only if the type is INTEGER.
-    Column("id", BigInteger().with_variant(Integer, "sqlite"), primary_key=True),
-    Column("namespace", String(64), nullable=False),
-    # A digest of the row's name, which may be too long for an index of MySQL.
-    Column("digest", String(32), nullable=False),
-    # For searches by task id, see _short(). MySQL cannot index longer texts.
-    Column("task_id", String(_LONGEST_ID), nullable=False),
-    Column("state", SmallInteger, nullable=False),
-    # When a dispatcher takes the row: its due time, the end of a lease, or the next attempt after a
-    # refusal. In microseconds since the epoch.
-    Column("next_us", BigInteger, nullable=False),
-    Column("taken_by", String(32)),
-    Column("refusals", SmallInteger, nullable=False),
-    Column("reason", Text),
-    Column("entry", LONG_TEXT, nullable=False),
-    # With the id, by which tasks of the same time are listed.
-    Index("native_delay_task_next", "namespace", "state", "next_us", "id"),
-    Index("native_delay_task_id", "namespace", "task_id"),
-    Index("native_delay_task_name", "namespace", "digest", unique=True),
-    **TABLE_OPTIONS,
-)
-
-#: All tables of a store.
-SCHEMA = [TASKS, RECORDS]
 
 _ROW = TASKS.c
 
@@ -108,7 +72,6 @@ _OVERWRITTEN = ("task_id", "state", "next_us", "taken_by", "refusals", "reason",
 
 _MINE = _ROW.namespace == bindparam("mine")
 _WAITS = _ROW.state == WAITING
-_LISTED = _ROW.state.in_((WAITING, PARKED))
 
 #: The first times of cancelled and of waiting rows, in one statement.
 _FIRSTS = select(
@@ -314,7 +277,7 @@ class SqlStore(Database, Store):
         return {
             "namespace": self.namespace,
             "digest": digest_of(row.name),
-            "task_id": _short(row.task_id),
+            "task_id": short_id(row.task_id),
             "state": WAITING if token is None else TAKEN,
             "next_us": row.due_us + (0 if token is None else _RELAY_US),
             "taken_by": token,
@@ -549,7 +512,7 @@ class SqlState(SqlRecords):
         self, connection: Connection, task_id: str, *, locked: bool
     ) -> tuple[tuple[Any, int], ...]:
         asked = select(_ROW.id, _ROW.next_us, _ROW.state).where(
-            _MINE, _ROW.task_id == _short(task_id), _LISTED
+            _MINE, _ROW.task_id == short_id(task_id), LISTED
         )
         rows = connection.execute(
             asked.with_for_update() if locked else asked, {"mine": self._store.namespace}
@@ -563,77 +526,6 @@ class SqlState(SqlRecords):
         assert publish is not None
         row: Row = publish(due_us, "", time_ns() // 1000 - now_us(connection))
         connection.execute(self._store.upsert, self._store.row(row))
-
-
-class SqlTasks(SqlListing):
-    """Lists, cancels and reschedules the waiting tasks in a database."""
-
-    def __init__(self, store: SqlStore, delays: Any) -> None:
-        self._store = store
-        self._delays = delays
-        mine = (_ROW.namespace == store.namespace) & _WAITS
-        shown = (_ROW.id, _ROW.entry)
-        super().__init__(mine, _ROW.next_us, _ROW.id, _ROW.entry, shown)
-
-    def _look_up(self, work: Callable[[Connection], T]) -> T:
-        return self._store.look_up(work)
-
-    def _decoded(self, row: Any) -> Waiting | None:
-        return waiting_of(row.entry)
-
-    def _of_task(self, task_id: str) -> Any:
-        of_task = _ROW.task_id == _short(task_id)
-        return select(_ROW.id, _ROW.entry, _ROW.reason).where(
-            _ROW.namespace == self._store.namespace, of_task
-        )
-
-    def _found(self, task_id: str) -> list[tuple[int, str, Waiting]]:
-        asked = self._of_task(task_id).where(_LISTED).order_by(_ROW.next_us)
-        rows = self._look_up(lambda connection: connection.execute(asked).all())
-        found = ((row, waiting_of(row.entry)) for row in rows)
-        return [
-            (row.id, row.entry, replace(task, refusal=row.reason or ""))
-            for row, task in found
-            if task is not None and task.id == task_id
-        ]
-
-    def _replace(
-        self,
-        member: int,
-        entry: str,
-        due_us: int | None,
-        *,
-        cancelled: bool,
-        edit: Edit | None = None,
-    ) -> tuple[int, int] | None:
-        before = StoreEntry.decoded(entry).edited(edit)
-
-        def replaced(connection: Connection) -> int | None:
-            new_us = now_us(connection) if due_us is None else due_us
-            new = before.changed(new_us, cancelled=cancelled)
-            this: Any = delete(TASKS)
-            if new is not None:
-                state = CANCELLED if cancelled else WAITING
-                values = {"state": state, "next_us": new_us, "refusals": 0, "reason": None}
-                this = update(TASKS).values(values | {"entry": new.encoded()})
-            as_it_was = (_ROW.id == member, _LISTED, _ROW.entry == entry)
-            return new_us if connection.execute(this.where(*as_it_was)).rowcount else None
-
-        new_us = self._store.do_soon(replaced)
-        if new_us is None:
-            return None
-        self._store.note_added(new_us)
-        return member, new_us
-
-    def is_taken(self, task_id: str) -> bool:
-        taken = self._of_task(task_id).where(_ROW.state == TAKEN)
-        return self._look_up(lambda connection: connection.execute(taken).first()) is not None
-
-
-def _short(task_id: str) -> str:
-    # MySQL ignores a space at the end of a text.
-    is_exact = len(task_id) <= _LONGEST_ID and not task_id.endswith(" ")
-    return storable(task_id) if is_exact else digest_of(task_id)
 
 
 def _refused(refusal: Refusal, at_us: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from sqlalchemy import create_engine, select, text
 
 from celery_native_delay import Delay, StoreUnavailable
 from celery_native_delay.bulk import bulk
-from celery_native_delay.store.sql import TAKEN, TASKS
+from celery_native_delay.store.sql_table import TAKEN, TASKS
 from tests.acceptance.worker import Fleet, Record, fleet_on
 from tests.brokers import in_ci
 from tests.conformance.brokers import Broker, options_of, running_broker, settings_of

@@ -18,7 +18,7 @@ from celery_native_delay.records.database import engine_of
 from celery_native_delay.records.sql import METADATA as RECORDS_METADATA
 from celery_native_delay.settings import DelaySettings
 from celery_native_delay.store.opened import store_of
-from celery_native_delay.store.sql import METADATA
+from celery_native_delay.store.sql_table import METADATA
 from celery_native_delay.urls import without_password
 
 # ---- URLs --------------------------------------------------------------------------------------

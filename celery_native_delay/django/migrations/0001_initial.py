@@ -10,7 +10,7 @@ from django.db import migrations
 def tables_of(connection: Any) -> tuple[Any, list[Any]]:
     """Return SQLAlchemy's dialect for a connection of Django's, and the tables."""
     from celery_native_delay.store.django import dialect_of
-    from celery_native_delay.store.sql import SCHEMA
+    from celery_native_delay.store.sql_table import SCHEMA
 
     return dialect_of(connection), SCHEMA
 
