@@ -255,11 +255,6 @@ def check_settings(values: Mapping[str, Any]) -> None:
         _check(name, _normal(name, value))
 
 
-def is_store_url(url: str) -> bool:
-    """Return True if *url* is the SQLAlchemy URL of a database, but not SQLite in memory."""
-    return bool(_STORE_URL.match(url))
-
-
 def setting_names() -> list[str]:
     """Return the names of all settings, without ``native_delay_``."""
     return [name for name in _names() if name not in _LAYOUT]
@@ -307,16 +302,15 @@ def _rule(name: str, value: Any) -> tuple[bool, str]:
             return True, ""
         case "confirm_timeout_seconds":
             return _is_number(value) and 0 < value < 86_400, "seconds above 0 and below a day"
-        case "landing_exchanges" | "landing_queues":
-            fits = isinstance(value, tuple) and all(isinstance(v, str) and v for v in value)
-            return fits, f"a list of {name[8:-1]} names"
         case "store":
-            return value is None or is_a_store_url(value), _EXPECTED_STORE
+            return value is None or is_store_url(value), _EXPECTED_STORE
         case "once_days":
             return _is_number(value) and 0 < value <= 3660, "days above 0, and at most 3660"
-        case "store_tasks" | "once":
+        case "landing_exchanges" | "landing_queues" | "store_tasks" | "once":
             fits = isinstance(value, tuple) and all(isinstance(v, str) and v for v in value)
-            return fits, 'a list of task names such as ["shop.remind", "billing.*"]'
+            landing = f"a list of {name[8:-1]} names"
+            tasks = 'a list of task names such as ["shop.remind", "billing.*"]'
+            return fits, landing if name.startswith("landing_") else tasks
         case "store_timeout_seconds":
             return _is_number(value) and 0 < value <= 3600, "seconds above 0, and at most 3600"
         case "telemetry":
@@ -339,7 +333,7 @@ def _rule(name: str, value: Any) -> tuple[bool, str]:
             )
             return fits, 'a dict such as {"shop.reindex": Debounce(key="user", seconds=5)}'
         case "schedules_version":
-            fits = value is None or is_text or (_is_int(value) and value >= 0)
+            fits = value is None or is_text or (type(value) is int and value >= 0)
             return fits, 'None, a number from 0, or a date such as "2026-11-23"'
         case "schedules_catch_up":
             return value in ("one", "none", "all"), '"one", "none" or "all"'
@@ -370,7 +364,8 @@ def named(task: str, rates: Any) -> tuple[Rate, ...]:
     return tuple(replace(rate, name=rate.name or names[at]) for at, rate in enumerate(given))
 
 
-def is_a_store_url(value: Any) -> bool:
+def is_store_url(value: Any) -> bool:
+    """Return True if *value* is a valid ``native_delay_store``, apart from None."""
     if not isinstance(value, str):
         return False
     if _DJANGO.fullmatch(value):
@@ -383,11 +378,7 @@ def is_a_store_url(value: Any) -> bool:
         urlsplit(value).port  # noqa: B018  raises for one that is no number
     except ValueError:
         return False
-    return is_redis_url(value) or (is_store_url(value) and bool(_DATABASE.match(value)))
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return is_redis_url(value) or bool(_STORE_URL.match(value) and _DATABASE.match(value))
 
 
 def _is_number(value: Any) -> bool:

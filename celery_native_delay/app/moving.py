@@ -32,7 +32,7 @@ from ..keyed.records import publish_under
 from ..keyed.rules import Step
 from ..records.publishing import NotPublished
 from ..records.waiting import PLACE
-from ..settings import DelaySettings, is_a_store_url
+from ..settings import DelaySettings, is_store_url
 from ..store.interface import Store
 from ..store.opened import store_of
 from ..transports.aliases import OPTION, option_of, url_errors_explained
@@ -246,7 +246,7 @@ def moving(
     with ExitStack() as stack:
         sources = []
         for name in dict.fromkeys(names):
-            if name == _STORE or is_a_store_url(name):
+            if name == _STORE or is_store_url(name):
                 found, reason = _stored(name, channel, settings, vhost)
                 if not found and is_redis_url(name):  # a Redis may also be another broker
                     other = stack.enter_context(_other_part(name, theirs, connection))

@@ -31,7 +31,7 @@ from kombu.utils.json import dumps
 from ..errors import CannotDelay, UnsupportedBroker
 from ..finding import WRONG, Finding
 from ..records.publishing import underway
-from ..settings import DelaySettings, is_a_store_url
+from ..settings import DelaySettings, is_store_url
 from ..store.entry import StoreEntry
 from ..store.interface import Store
 from ..store.opened import store_of
@@ -60,7 +60,7 @@ class SqlDelays(delays.VirtualDelays):
     def store(self) -> Store | None:
         self.check_settings()
         url = self._channel.connection.store_url(self.settings)
-        if url is None or not is_a_store_url(url):
+        if url is None or not is_store_url(url):
             raise UnsupportedBroker(
                 "expected native_delay_store to be the URL of a database or of a Redis, such as "
                 "sqlite:////var/lib/shop/delays.db: this broker cannot delay by itself"

@@ -49,10 +49,6 @@ class DelayingChannel(StoringChannel):
     disconnected: ClassVar[type[Exception]] = RecoverableConnectionError
     """The recoverable error that a delayed publish on a closed channel raises."""
 
-    def make_delays(self, settings: DelaySettings) -> Any:
-        """Create a publisher of delayed messages for this channel."""
-        return type(self).delays_class(self, settings)
-
     def let_wait(self, queue: str, message: dict[str, Any], *, due_us: int, **kwargs: Any) -> Any:
         """Publish a delayed message for *queue*."""
         raise NotImplementedError
@@ -95,33 +91,29 @@ class DelayingChannel(StoringChannel):
         return True
 
     @property
-    def delays(self) -> Any:
-        """Return the publisher of delayed messages on this channel."""
-        self.check_connected()
+    def delays(self: Any) -> Any:
+        """The publisher of delayed messages on this channel; raises if the channel is closed."""
+        if self.connection is None:
+            raise self.disconnected("the connection of this channel was closed")
         return self._delays
 
     @cached_property
     def _delays(self: Any) -> Any:
         option = (self.connection.client.transport_options or {}).get(OPTION)
         try:
-            return self.make_delays(settings_from_option(option))
+            return self.delays_class(self, settings_from_option(option))
         except SettingsError as exc:
             # Immediate messages are published as ever; each delayed message raises the error.
-            delays = self.make_delays(DelaySettings())
+            delays = self.delays_class(self, DelaySettings())
             delays.refusal = exc
             return delays
 
     def basic_publish(
         self: Any, message: dict[str, Any], exchange: str, routing_key: str, **kwargs: Any
     ) -> Any:
-        if self.due_of(message) is not None:
-            self.check_connected()
-        return super().basic_publish(message, exchange, routing_key, **kwargs)  # type: ignore[misc]
-
-    def check_connected(self: Any) -> None:
-        """Raise :attr:`disconnected` if the channel is closed."""
         if self.connection is None:
-            raise self.disconnected("the connection of this channel was closed")
+            self.due_of(message)  # raises for a delayed message
+        return super().basic_publish(message, exchange, routing_key, **kwargs)  # type: ignore[misc]
 
     def due_of(self, message: dict[str, Any]) -> int | None:
         """Return the due time (µs since the epoch), or None if the message needs no delay."""

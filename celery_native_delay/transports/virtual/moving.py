@@ -52,9 +52,7 @@ class VirtualMovingPart(moving.MovingPart):
         Then *what* is None. If ``--from`` is a name, such as ``celery``, *what* is the name. For
         a name, this method raises UnsupportedBroker: only RabbitMQ has such sources.
         """
-        if what == "broker" and self._channel.store is not None:
-            return [self._source()]
-        if what is not None:
+        if what is not None and (what != "broker" or self._channel.store is None):
             raise UnsupportedBroker(
                 f"--from {what} is about RabbitMQ, and this app's broker is "
                 f"{self._channel.connection.client.as_uri()}: give the URL of the one to move from"
