@@ -578,6 +578,6 @@ def test_every_public_name_has_its_place_in_the_reference() -> None:
 
 def test_the_readme_is_short_and_its_links_work() -> None:
     readme = (ROOT / "README.md").read_text()
-    assert len(readme.splitlines()) <= 200
+    assert len(readme.split()) <= 900
     for target in re.findall(r"\]\((?!http)([^)#]+)", readme):
         assert (ROOT / target).exists(), target
