@@ -14,6 +14,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 GUARANTEES = "how-it-works/guarantees"
+#: The corners of the guides of the same names.
+CORNERS = ("reference/keys", "reference/rates", "reference/schedules")
 
 
 def promises() -> Iterator[tuple[str, str, str, list[str]]]:
@@ -35,7 +37,7 @@ def headings(page: str) -> set[str]:
 
 def pages() -> list[str]:
     guides = sorted(path.relative_to(DOCS).with_suffix("") for path in DOCS.glob("guides/*.md"))
-    return [GUARANTEES, *map(str, guides)]
+    return [GUARANTEES, *CORNERS, *map(str, guides)]
 
 
 def functions_of(module: str) -> set[str]:
