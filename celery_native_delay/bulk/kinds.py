@@ -21,7 +21,7 @@ from kombu import Producer
 from ..app.installation import Installation
 from ..due_time import due_us as due_us_of
 from ..errors import InvalidDueTime
-from ..message import HEADER
+from ..message import HEADER, TENANT
 from ..now import time_ns
 from ..transports.bulk_publisher import BulkPublisher, TaskTemplate, TaskValues
 
@@ -117,6 +117,8 @@ class Kinds:
     def _begin(self, sample: Sample, before: Kind | None, now_us: int) -> None:
         """Store the last published message for reuse, unless other code sees the messages."""
         hook = hook_of(self._installation, sample.known)
+        if TENANT in (self._publisher.last_headers or {}):
+            hook = "each of its messages names a tenant"
         if hook:
             self._without_template.add(sample.key)
             self._log(logging.INFO, hook)

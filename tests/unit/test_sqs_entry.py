@@ -149,3 +149,17 @@ def test_visible_messages_are_overdue_if_no_relay_holds_any() -> None:
     assert overdue_in(numbers) == 3
     assert overdue_in(numbers | {"ApproximateNumberOfMessagesNotVisible": "2"}) == 0
     assert overdue_in({}) == 0
+
+
+def test_the_group_of_a_message_is_the_users_or_its_tenant() -> None:
+    """The text of a tenant may be none that SQS takes as a group."""
+    tenant = message(delivery_tag="tag")
+    tenant["headers"] = {"native_delay_tenant": "acme"}
+    assert Payload.of(tenant, base64=False).arguments()["MessageGroupId"] == "acme"
+    tenant["headers"] = {"native_delay_tenant": "käse & Söhne"}
+    group = Payload.of(tenant, base64=False).arguments()["MessageGroupId"]
+    assert group.isascii()
+    assert len(group) <= 128
+    tenant["properties"]["MessageGroupId"] = "mine"
+    assert Payload.of(tenant, base64=False).arguments()["MessageGroupId"] == "mine"
+    assert "MessageGroupId" not in Payload.of(message(delivery_tag="tag"), base64=False).arguments()
