@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from celery import Celery
 from celery.app.routes import MapRoute
 from celery.local import Proxy
 from kombu.utils.imports import symbol_by_name
 
-from ..app import runs
 from ..app.installation import installation_of
 from ..bulk.batch import check_broker
-from ..errors import InvalidFanOut, UnsupportedBroker
+from ..errors import (
+    InvalidFanOut,
+    NativeDelayError,
+    StoreUnavailable,
+    UnsupportedBroker,
+    described,
+)
 from ..rates.rate import Rate
-from ..records.runs import RunRecord
 from ..settings import DelaySettings
 from .options import FanOutOptions
 from .spreading import Spread, spread_of
+
+T = TypeVar("T")
 
 _ENVIRONMENT_NAME = re.compile("[A-Z][A-Z0-9_]*")
 
@@ -165,11 +171,16 @@ def _routed_queues(routes: Sequence[Any]) -> set[str]:
     return found
 
 
-def open_run(path: str, *run: Any) -> RunRecord | None:
-    """Note one more try of a run, as :func:`celery_native_delay.app.runs.open_run` does."""
-    return runs.open_run(load_app(path), *run)
+def on_app(path: str, call: Callable[..., T], *arguments: Any) -> T:
+    """Call a function that asks the store or the broker of the app at *path*.
 
-
-def close_run(path: str, *run: Any) -> None:
-    """Store the numbers of one try of a run."""
-    runs.close_run(load_app(path), *run)
+    Raises:
+        StoreUnavailable: it does not answer, or refuses the app.
+    """
+    app = load_app(path)
+    try:
+        return call(app, *arguments)
+    except NativeDelayError:
+        raise
+    except Exception as exc:  # of any driver
+        raise StoreUnavailable(described(exc)) from exc

@@ -9,10 +9,9 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from kombu.exceptions import OperationalError
 from pyspark import TaskContext
 
-from ..errors import NativeDelayError, StoreUnavailable, described
+from ..errors import NativeDelayError
 from .encode import SENT_COLUMNS
 from .receipts import Receipt
 from .sending import SendJob, send_rows
@@ -38,8 +37,6 @@ def asker(question: Callable[[], Any]) -> Callable[[Batches], Batches]:
                 yield _batch([question()])
             except NativeDelayError as exc:
                 yield _batch([exc])
-            except (OperationalError, OSError) as exc:
-                yield _batch([StoreUnavailable(described(exc))])
 
     return ask
 

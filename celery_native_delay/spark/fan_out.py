@@ -18,13 +18,13 @@ from pyspark.errors import PySparkException
 from pyspark.sql import Observation
 from pyspark.sql import functions as f
 
-from ..app.runs import Run
+from ..app.runs import Run, close_run, open_run
 from ..due_time import due_us
 from ..durations import duration
-from ..errors import FanOutFailed, InvalidFanOut, NativeDelayError
+from ..errors import FanOutFailed, InvalidFanOut, NativeDelayError, StoreUnavailable
 from ..now import moment
 from . import encode
-from .app import AppFacts, Call, close_run, describe, open_run
+from .app import AppFacts, Call, describe, on_app
 from .encode import SENT_COLUMNS, Tell
 from .executor import ANSWERS, LEDGER_COLUMNS, answers_of, asker, sender
 from .live_counts import LiveCounts, context_of, tell_encoded
@@ -229,14 +229,19 @@ class FanOut:
         Raises:
             InvalidFanOut: an executor cannot import the app, or the app lacks the task or a queue,
                 or the run was cancelled. Nothing was sent.
-            StoreUnavailable: the store or the Redis broker does not answer. Nothing was sent.
             FanOutFailed: the broker has not confirmed some tasks, which the error's *result* lists.
+                Or the store or the Redis broker does not answer: nothing was sent.
             pyspark.errors.PySparkException: the Spark job failed.
         """
         options, spark, job_id = self.options, self._df.sparkSession, uuid4().hex
         _ = self.facts  # checks the app first
-        opening = partial(open_run, options.app, self.run_id, options.task, options.now_us, job_id)
-        run = self._ask(opening)
+        opening = partial(
+            on_app, options.app, open_run, self.run_id, options.task, options.now_us, job_id
+        )
+        try:
+            run = self._ask(opening)
+        except StoreUnavailable as exc:
+            raise FanOutFailed(f"nothing was sent, as the state of runs is away: {exc}") from exc
         self._warn_if_volatile()
         self._warn_of_repeats(run is not None)
         if run is not None:
@@ -361,7 +366,7 @@ class FanOut:
         counts = {"rows": result.rows, "sent": sent, "rejected": result.rejected}
         last_us = max((due_us(r.last_eta) for r in result.receipts if r.last_eta), default=0)
         try:
-            self._ask(partial(close_run, self.options.app, self.run_id, counts, last_us))
+            self._ask(partial(on_app, self.options.app, close_run, self.run_id, counts, last_us))
         except NativeDelayError as exc:
             logger.warning("native delay: the state of run %s is older: %s", self.run_id, exc)
 

@@ -21,11 +21,12 @@ from pyspark.sql.datasource import (
     WriterCommitMessage,
 )
 
+from ..app.runs import open_run
 from ..durations import seconds_of
 from ..errors import FanOutFailed, InvalidFanOut
 from ..now import moment
 from ..records.runs import BATCH_KIND, RUN_KIND, RunRecord
-from .app import Call, describe, open_run
+from .app import Call, describe, on_app
 from .encode import Encoder
 from .options import FanOutOptions
 from .receipts import Receipt
@@ -135,7 +136,7 @@ class Writer(DataSourceArrowWriter):
     def _open(self, run_id: str, job_id: str, kind: str) -> RunRecord | None:
         """Note that this partition is sent, so that its repetition rejects the same rows."""
         options = self._options
-        return open_run(options.app, run_id, options.task, options.now_us, job_id, kind)
+        return on_app(options.app, open_run, run_id, options.task, options.now_us, job_id, kind)
 
     def _send(
         self, batches: Iterable[Any], run_id: str, job_id: str, run: RunRecord | None
