@@ -731,8 +731,9 @@ def test_a_change_that_its_caller_gave_up_under_another_sessions_lock_never_happ
         brief = stack.enter_context(closing(store_at(url, "locked", timeout_seconds=0.5)))
         wait_until(lambda: answers(brief))
         within: Any = brief._within  # type: ignore[attr-defined]
+        locked = text("SELECT id FROM native_delay_task FOR UPDATE")
         with engine.begin() as other:
-            other.execute(text("SELECT id FROM native_delay_task FOR UPDATE"))
+            other.execute(locked)
             for change in (
                 lambda: tasks(brief).cancel("order-1"),
                 lambda: tasks(brief).move("order-2", None),
@@ -740,6 +741,12 @@ def test_a_change_that_its_caller_gave_up_under_another_sessions_lock_never_happ
             ):
                 with pytest.raises(StoreUnavailable):
                     change()
+        # The calls get their locks now, and go on.
+        wait_until(lambda: within._idle.qsize() == within._count)
+        with engine.begin() as other:
+            other.execute(locked)
+            with pytest.raises(StoreUnavailable):
+                tasks(brief).cancel("order-1")
             wait_until(lambda: within._idle.qsize() == within._count)
         assert [(task.id, task.due_us) for task in tasks(store).page().tasks] == before
 
