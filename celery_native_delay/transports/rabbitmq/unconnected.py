@@ -33,6 +33,14 @@ class UnconnectedConnection(transport.Connection):
         """Raise OperationalError, as this connection sends nothing."""
         raise OperationalError("it is away")
 
+    @property
+    def server_properties(self) -> NoReturn:
+        """Raise OperationalError, as no broker has told its product and version."""
+        raise OperationalError("it is away")
+
+    @server_properties.setter
+    def server_properties(self, told: object) -> None: ...
+
 
 class UnconnectedTransport(transport.Transport):
     """A transport of kombu whose connection is never opened."""
