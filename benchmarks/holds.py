@@ -78,7 +78,7 @@ class Drill:
         self.series: dict[str, list[float]] = {}
         self._count = bench.count(HELD, at_least=1000)
         self._probes = 0
-        settings = {} if store is None else {"store": store}
+        settings: dict[str, Any] = {} if store is None else {"store": store}
         self._app = make_app("ours", url, **settings)
         conf = {f"native_delay_{key}": value for key, value in settings.items()}
         declare_for("ours", self._app)

@@ -138,6 +138,7 @@ def shop(rabbitmq: PrivateRabbitMQ, tmp_path_factory: pytest.TempPathFactory) ->
         fleet_on(url, folder, native_delay_store=store.url, **conf) as fleet,
         ExitStack() as started,
     ):
+        Delay(fleet.app()).hold("shop.nothing")
         worker = fleet.worker(more=("-E",), wait=False)
         exporter = started.enter_context(exporter_of(fleet))
         exporter.wait_for("events_up", 1)
