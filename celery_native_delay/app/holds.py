@@ -199,18 +199,18 @@ class HoldCalls:
             sleep(TAKEN_UP_SECONDS)  # until then, workers hold the tasks again
         ranges = self._ranges(hold)
         in_all = sum(map(self._count, ranges))
-        done, next_us = 0, max(hold.next_us, time_ns() // 1000)
+        done, next_us = 0, hold.next_us
+
+        def moved(found: WaitingTasks, task_id: str) -> Outcome:
+            nonlocal next_us
+            if not spacing_us:
+                return found.move(task_id, None)
+            next_us = max(next_us, time_ns() // 1000) + spacing_us
+            return found.move(task_id, next_us)
+
         for query in ranges:
             while ids := list(dict.fromkeys(task.id for task in self._page(query))):
-                due_us = {each: next_us + at * spacing_us for at, each in enumerate(ids)}
-
-                def moved(
-                    found: WaitingTasks, task_id: str, due_us: dict[str, int] = due_us
-                ) -> Outcome:
-                    return found.move(task_id, due_us[task_id] if spacing_us else None)
-
                 let_go = sum(map(bool, self._change(ids, moved)))
-                next_us += len(ids) * spacing_us
                 if spacing_us:
                     self._note_next(hold, next_us)
                 done += let_go
