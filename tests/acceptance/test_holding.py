@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from celery_native_delay import Delay, InvalidQuery, StoreUnavailable
+from celery_native_delay.app.doctor import examine
+from celery_native_delay.app.holds import HoldCalls
 from celery_native_delay.records.holds import Hold
 from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis, private_redis, vhost_name
 from tests.acceptance.worker import Fleet, Worker, fleet_on
@@ -154,6 +156,33 @@ def _hangs(held: Held, sent: list[str]) -> None:
         others = [held.send("careful", number) for number in range(20)]
         held.fleet.record.wait_for_ids(others)
     assert held.waits(sent[-1])
+
+
+def test_a_release_that_dies_is_finished_by_the_next_one(
+    held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the hold itself is gone, and tasks are left."""
+    monkeypatch.setattr(HoldCalls._page, "__defaults__", (5,))  # tasks at once
+    held.fleet.worker()
+    held.delay.hold("note")
+    held.taken_up("note")
+    sent = [held.send("note", number) for number in range(12)]
+    for task_id in sent:
+        assert held.waits(task_id)
+
+    def dies(*_: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        held.delay.release("note", progress=dies)
+    assert [(hold.mode, hold.held > 0) for hold in held.delay.holds()] == [("release", True)]
+    held.delay._write(lambda holds, now_us: ([], None))
+    assert [(hold.mode, hold.held > 0) for hold in held.delay.holds()] == [("ended", True)]
+    assert any(each.check == "holds" for each in examine(held.fleet.app()))
+    held.delay.release("note")
+    runs = held.fleet.record.wait_for_ids(sent)
+    assert all(len(runs[task_id]) == 1 for task_id in sent)
+    assert held.delay.holds() == []
 
 
 def test_dropped_tasks_are_revoked_and_held_ones_too(held: Held) -> None:
