@@ -1,18 +1,15 @@
-"""Plain words, as far as a machine can judge them; and each promise of the docs has its test."""
+"""Short sentences and one spelling; promises have their tests, messages their place in the docs."""
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import celery_native_delay
 from scripts.promises import functions_of, headings, pages, promises
 from tests.messages import messages
 
-PACKAGE = Path(celery_native_delay.__file__).parent
 ROOT = Path(__file__).parents[2]
 GLOSSARY = ROOT / "docs" / "how-it-works" / "glossary.md"
 
@@ -23,43 +20,6 @@ PAGES = [
 ]
 
 MOST_WORDS = 30
-
-#: A docstring that begins so says nothing in a tooltip, or has no subject.
-_EMPTY_BEGINNING = re.compile(
-    r"(What|Whether|Which|Who|How|Where|When|Why|See|The same|Is|Are|Has|Have|Was|Does|"
-    r"Those|That of|That which)\b"
-)
-
-#: It is a producer, a worker, a consumer or a user.
-_NO_ONE = re.compile(r"\b(nobody|somebody|anybody|whoever|someone|anyone)\b", re.IGNORECASE)
-
-
-def _docstrings() -> Iterator[tuple[str, str]]:
-    """Place and text of each docstring, those of attributes included."""
-    for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
-                for each in node.body:
-                    match each:
-                        case ast.Expr(ast.Constant(str() as text)):
-                            yield f"{path.relative_to(PACKAGE)}:{each.lineno}", text.strip()
-
-
-def test_a_docstring_names_its_subject_first() -> None:
-    found = [(where, text.splitlines()[0]) for where, text in _docstrings() if text]
-    assert len(found) > 1000
-    assert [each for each in found if _EMPTY_BEGINNING.match(each[1])] == []
-
-
-def test_the_package_says_who_it_means() -> None:
-    found = [
-        f"{path.relative_to(PACKAGE)}:{number}: {line.strip()}"
-        for path in sorted(PACKAGE.rglob("*.py"))
-        for number, line in enumerate(path.read_text().splitlines(), 1)
-        if _NO_ONE.search(line)
-    ]
-    assert found == []
-
 
 #: A page's blocks of code and other directives; the text of a note stays.
 _CODE_BLOCK = re.compile(r"^```.*?^```$|^:::.*?$", re.MULTILINE | re.DOTALL)
@@ -95,6 +55,26 @@ def test_a_sentence_of_the_docs_is_short() -> None:
     assert len(sentences) > 2000
     long = [each for each in sentences if len(re.findall(r"\S*\w\S*", each[1])) > MOST_WORDS]
     assert long == []
+
+
+#: The field's terms, as everybody else spells them.
+_SPELLED = (
+    "RabbitMQ Celery Redis Valkey PostgreSQL MariaDB MySQL SQLite SQLAlchemy Django Flower Prometheus "
+    "Grafana Kubernetes Spark Sentinel NServiceBus"
+).split()
+
+
+def test_the_fields_terms_have_one_spelling() -> None:
+    words = {word.lower(): word for word in _SPELLED}
+    pattern = re.compile(rf"(?<![\w.:/@-])(?:{'|'.join(words)})(?![\w./@-])", re.IGNORECASE)
+    found = [
+        (path.relative_to(ROOT).as_posix(), word)
+        for path in PAGES
+        for paragraph in _paragraphs(path.read_text())
+        for word in pattern.findall(paragraph)
+        if words[word.lower()] != word
+    ]
+    assert found == []
 
 
 def test_the_glossary_has_few_words_each_once() -> None:
