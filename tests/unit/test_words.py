@@ -59,9 +59,24 @@ def test_a_sentence_of_the_docs_is_short() -> None:
 
 #: The field's terms, as everybody else spells them.
 _SPELLED = (
-    "RabbitMQ Celery Redis Valkey PostgreSQL MariaDB MySQL SQLite SQLAlchemy Django Flower Prometheus "
-    "Grafana Kubernetes Spark Sentinel NServiceBus"
-).split()
+    "RabbitMQ",
+    "Celery",
+    "Redis",
+    "Valkey",
+    "PostgreSQL",
+    "MariaDB",
+    "MySQL",
+    "SQLite",
+    "SQLAlchemy",
+    "Django",
+    "Flower",
+    "Prometheus",
+    "Grafana",
+    "Kubernetes",
+    "Spark",
+    "Sentinel",
+    "NServiceBus",
+)
 
 
 def test_the_fields_terms_have_one_spelling() -> None:
