@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
-from functools import reduce
+from functools import partial, reduce
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 _LONGEST_TEXT = 40
+
+#: Tasks that are changed between two moves of the progress bar.
+_AT_ONCE = 1000
 
 
 def task_id(value: str) -> str:
@@ -200,6 +204,7 @@ def reschedule(
         lambda delay, ids: delay.reschedule_all(
             ids, countdown=countdown, eta=eta, by=by, spread=spread
         ),
+        apart=spread is None,
         **chosen,
     )
 
@@ -252,6 +257,7 @@ def _change(
     until: datetime | None,
     force: bool,
     as_json: bool,
+    apart: bool = True,
 ) -> None:
     by_search = bool(search or from_ or until)
     if not ids and not by_search:
@@ -262,7 +268,7 @@ def _change(
     chosen = list(dict.fromkeys(ids)) or delay.ids(_query(search, from_, until))
     if by_search and chosen and not force:
         confirm(f"{verb.capitalize()} {len(chosen):,} task(s)?")
-    outcomes = change(delay, chosen)
+    outcomes = _with_bar(partial(change, delay), chosen, verb) if apart else change(delay, chosen)
     failed = [outcome for outcome in outcomes if not outcome]
     if as_json:
         verdicts = [{"id": each.id, "verdict": each.verdict.value} for each in outcomes]
@@ -273,6 +279,26 @@ def _change(
         if by_search:
             click.echo(f"{len(outcomes) - len(failed):,} task(s) {done}")
     ctx.exit(1 if failed and not by_search else 0)
+
+
+def _with_bar(
+    change: Callable[[list[str]], list[Outcome]], ids: list[str], verb: str
+) -> list[Outcome]:
+    """Change many tasks, 1,000 at a time, with a progress bar on standard error."""
+    from ..errors import StoreUnavailable
+
+    if len(ids) <= _AT_ONCE:
+        return change(ids)
+    done: list[Outcome] = []
+    with click.progressbar(length=len(ids), label=verb, show_pos=True, file=sys.stderr) as bar:
+        for start in range(0, len(ids), _AT_ONCE):
+            some = ids[start : start + _AT_ONCE]
+            try:
+                done += change(some)
+            except StoreUnavailable as exc:
+                raise StoreUnavailable(f"{len(done):,} of {len(ids):,} done; then {exc}") from exc
+            bar.update(len(some))
+    return done
 
 
 def _refuse_past(countdown: float | None, eta: datetime | None) -> None:
