@@ -79,34 +79,34 @@ class DelaySettings:
     enabled: bool | Literal["drain"] = True
     """If off, Celery behaves as if this package were not installed. "drain" is for a rollback:
     waiting tasks are delivered, listed and cancelled, and new tasks are delayed as by plain Celery.
-    Defaults to True."""
+    Default: True."""
     namespace: str = "celery_delay"
-    """First word of each name of a queue, exchange or Redis key. Defaults to "celery_delay"."""
+    """First word of each name of a queue, exchange or Redis key. Default: "celery_delay"."""
     # The layout of RabbitMQ's delay queues is the same in all apps. Only tests make a quicker one.
     levels: int = 31
     resolution: float = 0.125
     fused_bits: int = 15
     confirm_publish: bool = True
     """If on, each publish of a delayed message waits for RabbitMQ's confirm. If off, as in Celery,
-    the producer does not notice a lost message. Defaults to True."""
+    the producer does not notice a lost message. Default: True."""
     confirm_timeout_seconds: float = 30.0
     """Seconds that a publish waits for RabbitMQ to take and confirm a delayed message. Then the
-    publish raises ``NotConfirmed``, for example during a memory alarm. Defaults to 30.0."""
+    publish raises ``NotConfirmed``, for example during a memory alarm. Default: 30."""
     declare: bool = True
     """If off, this package declares, binds and deletes nothing on RabbitMQ, and raises
     ``NotDeclared`` if a queue, exchange or binding is missing. `celery -A PROJ delay export` writes
-    all declarations for other tools. Defaults to True."""
+    all declarations for other tools. Default: True."""
     landing_exchanges: tuple[str, ...] = ()
     """Names of exchanges to which consumers without this package bind queues. A due message for one
     of these exchanges goes to a queue of this package, which dead-letters the message to the
-    exchange. Defaults to none."""
+    exchange. Default: none."""
     landing_queues: tuple[str, ...] = ()
     """Names of queues that may be full and then refuse messages. ``*`` stands for any characters. A
     due message for one of these queues goes to a queue of this package, so that a full queue delays
-    only its own tasks. Defaults to none."""
+    only its own tasks. Default: none."""
     management_url: str | None = None
     """URL of RabbitMQ's management API, ``http://user:password@host:15672``. Only ``doctor``,
-    ``verify``, ``status`` and a worker's check of policies read this API. Defaults to None: the
+    ``verify``, ``status`` and a worker's check of policies read this API. Default: None, the
     broker's host and credentials, with port 15672."""
 
     store: str | None = None
@@ -134,28 +134,28 @@ class DelaySettings:
 
     telemetry: str | None = None
     """Folder for telemetry. Every process of a worker writes one line of JSON when a task starts,
-    and one line when the task ends. Defaults to None: no telemetry."""
+    and one line when the task ends. Default: None, no telemetry."""
     rates: Mapping[str, AnyRate | Sequence[AnyRate]] | tuple[tuple[str, tuple[Rate, ...]], ...] = ()
     """Rate limits by task name, such as ``{"shop.call_api": Rate("100/m", key="tenant")}`` or
     ``{"shop.call_api": ["10/s", "5000/d"]}``. Tasks beyond a rate limit wait in the broker.
-    Defaults to none."""
+    Default: none."""
 
     keys: Mapping[str, DeclaredKey] | tuple[tuple[str, DeclaredKey], ...] = ()
     """Keys by task name, such as ``{"shop.reindex": Debounce(key="user", seconds=5)}``, also
     ``Throttle`` and ``Unique``. ``apply_async`` then debounces, throttles or makes unique each call
-    of the task. Defaults to none."""
+    of the task. Default: none."""
 
     schedules: bool = False
     """If on, periodic tasks such as those of ``beat_schedule`` are delayed tasks, and no ``celery
-    beat`` is needed. Needs *store* beside RabbitMQ, SQS and pgmq. Defaults to False."""
+    beat`` is needed. Needs *store* beside RabbitMQ, SQS and pgmq. Default: False."""
     schedules_version: int | str | None = None
     """Release of the app's ``beat_schedule``: a number, or a date such as ``"2026-11-23"``. If
     workers have different schedules, the schedule of the highest release is valid. Of equal
-    releases, the schedule of the worker that started last is valid. Defaults to None, which is
+    releases, the schedule of the worker that started last is valid. Default: None, which is
     lower than any release."""
     schedules_catch_up: Literal["one", "none", "all"] = "one"
     """Number of runs of a periodic task for its due times that passed while no worker ran: "one",
-    "none", or "all" (at most 100). Defaults to "one"."""
+    "none", or "all" (at most 100). Default: "one"."""
 
     def __post_init__(self) -> None:
         for name in ("landing_exchanges", "landing_queues", "rates", "store_tasks", "once", "keys"):

@@ -35,6 +35,7 @@ from celery_native_delay.settings import setting_names
 from celery_native_delay.testing import PrivateRedis, require_rabbitmq, require_redis
 from example_project.private_sqs import private_sqs, require_sqs
 from pytest_celery_native_delay import installed
+from scripts.settings_page import PAGE, written
 from tests.brokers import on_one_version
 from tests.documents import EXAMPLES, PAGES, ROOT, Example, code_beside, only, shown
 from tests.processes import processes_of
@@ -564,10 +565,10 @@ def test_the_docs_show_only_tested_programs() -> None:
 
 
 def test_every_setting_has_its_place_in_the_reference() -> None:
-    page = (ROOT / "docs/reference/settings.md").read_text()
-    blocks = re.findall(r"^```{settings}\n(.*?)^```", page, re.M | re.S)
-    shown_names = [name for block in blocks for name in block.split()]
-    assert sorted(shown_names) == sorted(setting_names())
+    """`python -m scripts.settings_page` writes the docstrings there."""
+    page = PAGE.read_text()
+    assert sorted(re.findall(r"^### `native_delay_(\w+)`$", page, re.M)) == sorted(setting_names())
+    assert page == written(page)
 
 
 def test_every_public_name_has_its_place_in_the_reference() -> None:
