@@ -489,6 +489,8 @@ class WaitingTasks(ABC):
                 if new is not None:
                     made.add(new[0])
                     is_due_us = new[1]
+            if len(made) == len(seen):
+                break
         tasks = tuple(seen.values())
         if made:
             return Outcome(task_id, Verdict.DONE, None if cancelled else is_due_us, tasks)

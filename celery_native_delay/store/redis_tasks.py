@@ -38,6 +38,22 @@ end
 return found
 """
 
+#: KEYS due, messages, ids, perhaps refusals. ARGV first name, end of the names. Returns name, due
+#: time or '', entry and refusal or '' of each message with such a name.
+FIND = """
+local call, found = redis.call, {}
+for _, name in ipairs(call('ZRANGE', KEYS[3], ARGV[1], ARGV[2], 'BYLEX')) do
+    local entry = call('HGET', KEYS[2], name)
+    if entry then
+        found[#found + 1] = name
+        found[#found + 1] = call('ZSCORE', KEYS[1], name) or ''
+        found[#found + 1] = entry
+        found[#found + 1] = KEYS[4] and call('HGET', KEYS[4], name) or ''
+    end
+end
+return found
+"""
+
 #: KEYS due. ARGV times in µs. Returns the number of messages due between neighbouring times.
 COUNTS = """
 local counts = {}
@@ -59,7 +75,11 @@ class RedisTasks(WaitingTasks):
         self._rows = rows
         self._delays = delays
         self._client = rows.client
-        self._due, self._messages, self._ids = rows.keys.all[:3]
+        self._due, self._messages, ids = rows.keys.all[:3]
+        # A Redis broker does not keep why it refused a task.
+        refusals = [rows.keys.refusals] if hasattr(rows.keys, "refusals") else []
+        self._found_in = [self._due, self._messages, ids, *refusals]
+        self._find = self._client.register_script(FIND)
         self._counts = self._client.register_script(COUNTS)
         self._search = self._client.register_script(SEARCH)
 
@@ -136,22 +156,13 @@ class RedisTasks(WaitingTasks):
         found, task_id = [], storable(task_id)
         with self._explained():
             # In ASCII ";" follows ":".
-            members = self._client.zrangebylex(self._ids, f"[{task_id}:", f"({task_id};")
-            for member in map(bytes.decode, members):
-                if not _is_of(member, task_id):
-                    continue
-                due_us = self._client.zscore(self._due, member)
-                entry = self._client.hget(self._messages, member)
-                task = None if entry is None else self._decoded(entry, int(due_us or 0))
-                if task is not None:
-                    found.append((member, entry, replace(task, refusal=self._refusal(member))))
+            told = self._find(keys=self._found_in, args=[f"[{task_id}:", f"({task_id};"])
+        for name, score, entry, refusal in zip(*[iter(told)] * 4, strict=True):
+            task = self._decoded(entry, int(float(score or 0)))
+            if task is not None and _is_of(name.decode(), task_id):
+                why = refusal.decode().partition(" ")[2]
+                found.append((name.decode(), entry, replace(task, refusal=why)))
         return found
-
-    def _refusal(self, member: str) -> str:
-        """Return why the broker refused a due task; a Redis broker does not keep it."""
-        refusals = getattr(self._rows.keys, "refusals", None)
-        told = None if refusals is None else self._client.hget(refusals, member)
-        return "" if told is None else str(told.decode().partition(" ")[2])
 
     def _ranks(self, query: Query) -> tuple[int, int]:
         """Return the first matching rank in ``due``, and the rank after the last match."""
