@@ -38,7 +38,7 @@ def test_a_release_without_an_address_is_not_built() -> None:
 def test_the_readme_on_the_index_has_no_relative_link() -> None:
     text = described(version="1.0.0.dev0")["readme"]["text"]
     assert "[quickstart]" not in text
-    assert "The quickstart takes" in text
+    assert "Then read the quickstart" in text
     assert re.findall(r"\]\((?!https?:)", text) == []
     text = described(version="1.0.0", urls={"Source": SOURCE})["readme"]["text"]
     assert f"[quickstart]({SOURCE}/blob/v1.0.0/docs/start.md)" in text
