@@ -190,11 +190,21 @@ class HoldCalls:
 
         made, old = self._write(written)
         if old is not None:  # workers hold or drop its tasks again, as it is now
-            self._let_go(old, 0)
+            self._let_go(old, 0, is_held_again=True)
         return made
 
-    def _let_go(self, hold: Hold, spacing_us: int, progress: Progress = _untold) -> int:
-        """Give the held tasks new due times; return their number."""
+    def _let_go(
+        self,
+        hold: Hold,
+        spacing_us: int,
+        progress: Progress = _untold,
+        *,
+        is_held_again: bool = False,
+    ) -> int:
+        """Give the held tasks new due times; return their number.
+
+        *is_held_again*: workers hold them again at once, perhaps in the same range.
+        """
         if now.stopped_at_ns is None:  # no test clock, which reads the holds before each task
             sleep(TAKEN_UP_SECONDS)  # until then, workers hold the tasks again
         ranges = self._ranges(hold)
@@ -209,7 +219,9 @@ class HoldCalls:
             return found.move(task_id, next_us)
 
         for query in ranges:
-            while ids := list(dict.fromkeys(task.id for task in self._page(query))):
+            while not (is_held_again and done >= in_all) and (
+                ids := list(dict.fromkeys(task.id for task in self._page(query)))
+            ):
                 let_go = sum(map(bool, self._change(ids, moved)))
                 if spacing_us:
                     self._note_next(hold, next_us)

@@ -18,10 +18,11 @@ from kombu import Connection
 from kombu.exceptions import OperationalError
 from kombu.utils.uuid import uuid
 
-from ..due_time import check_countdown
+from ..due_time import check_countdown, due_us_or_none
 from ..errors import SettingsError, UnsupportedBroker, errors_ignored
 from ..keyed.record import HEADER as KEY
 from ..message import TENANT
+from ..now import time_ns
 from ..rates.declared import DeclaredKey
 from ..records.publishing import underway
 from ..settings import DRAIN, DelaySettings, tenants_of
@@ -213,14 +214,17 @@ class Installation:
         theirs = options.get("connection") is not None or options.get("producer") is not None
         if theirs or not self._has_store or len(args) > _OPTIONS_AT:
             return send_task(*args, **options)
-        lost: OperationalError | None = None
         options["task_id"] = options.get("task_id") or uuid()  # the same at the second attempt
+        lost: OperationalError | None = None
         if monotonic() > self._away_until:
+            is_sent = False
             try:
-                reach(self.app)
+                if self.app.pool.limit:  # otherwise each question is a connection more
+                    reach(self.app)
+                is_sent = True
                 return send_task(*args, **options)
             except OperationalError as exc:
-                lost = exc
+                lost = exc if is_sent else None
                 self._away_until = monotonic() + AWAY_SECONDS
         connection = unconnected(self.app)
         if connection is not None and _goes_into_store(connection.default_channel, args, options):
@@ -228,7 +232,7 @@ class Installation:
             return send_task(*args, **{**options, "producer": producer})
         if lost is not None:
             raise lost
-        return send_task(*args, **options)
+        return send_task(*args, **options)  # with Celery's retries
 
     def task_from_fun(self, *args: Any, **options: Any) -> Any:
         """Make a task by the ``_task_from_fun`` that ``install`` replaces."""
@@ -414,8 +418,10 @@ def admin_part(app: Any, connection: Any) -> AdminPart:
 def _goes_into_store(channel: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
     """Return True if a task waits in the store, or is sent with the user's transaction."""
     headers = {"task": args[0] if args else options.get("name")}
-    is_delayed = bool(options.get("countdown") or options.get("eta"))
-    return bool(channel.waits_in_store(headers) if is_delayed else channel.joins(headers))
+    due_us, countdown = due_us_or_none(options.get("eta")), options.get("countdown")
+    if isinstance(countdown, int | float) and countdown:  # Celery then ignores the ETA
+        due_us = time_ns() // 1000 + round(max(countdown, 0) * 1_000_000)
+    return channel.due_in_store(headers, due_us) is not None
 
 
 #: The positional arguments of Celery's ``send_task``.

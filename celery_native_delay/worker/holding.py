@@ -25,8 +25,9 @@ logger = get_logger(__name__)
 #: Seconds between two looks at the holds. :data:`.app.holds.TAKEN_UP_SECONDS` is longer.
 LOOK_SECONDS = 3.0
 
-#: Holds that were read so many seconds ago are read again before a task: this process was stopped.
-_OLD_SECONDS = 3 * LOOK_SECONDS
+#: Holds that were read so many seconds ago are read again before a task: the consumer was busy, or
+#: stopped. It is shorter than TAKEN_UP_SECONDS, after which a release lets the held tasks go.
+_OLD_SECONDS = 4.0
 
 _beside_consumer = Within(2.0, name="native-delay-holds")
 
@@ -108,6 +109,7 @@ class Holding:
     def _read(self, within: Callable[[Callable[[], list[str | None]]], list[str | None]]) -> None:
         state = self._state
         assert state is not None
+        asked_at = monotonic()
         try:
             self._holds = tuple(decoded(within(lambda: state.load([RECORD]))[0]))
         except Exception as exc:  # of any driver
@@ -120,7 +122,7 @@ class Holding:
                 )
             self._is_away = True
         else:
-            self._read_at = monotonic()
+            self._read_at = asked_at
             self._is_away = False
 
 

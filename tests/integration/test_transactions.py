@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from celery import Celery, chain, chord, group
 from celery.contrib.django.task import DjangoTask
+from celery.signals import before_task_publish
 from kombu import Connection
 from kombu.exceptions import OperationalError
 from sqlalchemy import Column, Integer, MetaData, Table, create_engine, make_url
@@ -468,9 +469,21 @@ def test_requests_go_on_while_the_broker_is_away_and_their_tasks_follow_in_order
 def test_a_process_that_starts_while_the_broker_is_away_sends_and_looks(
     app: Celery, atomic: Any, vhost_url: str
 ) -> None:
-    """Delayed tasks and those of a transaction go into the store; others fail."""
+    """Delayed tasks and those of a transaction go into the store; others fail as in Celery."""
     app.conf.broker_url = f"amqp://guest:guest@127.0.0.1:1/{make_url(vhost_url).database}"
+    app.conf.task_send_sent_event = True
+    tried = []
+
+    @before_task_publish.connect
+    def note(**_: Any) -> None:
+        tried.append(1)
+
+    for countdown in (None, -1.0):
+        with pytest.raises(OperationalError, match="refused"):
+            send(app, 0, retry=False, countdown=countdown)
+    assert len(tried) == 2, "Celery itself tries, and as often as its retry policy says"
     send(app, 1, countdown=HOUR_SECONDS)
+    assert not app.amqp._event_dispatcher._outbound_buffer  # which Celery never sends
     with atomic():
         send(app, 2)
         send(app, 3, countdown=HOUR_SECONDS)

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from celery_native_delay.app import holds
+from celery_native_delay.app.holds import TAKEN_UP_SECONDS, HoldCalls
 from celery_native_delay.errors import InvalidQuery, TopologyMismatch
 from celery_native_delay.message import Delayed
 from celery_native_delay.records.holds import (
@@ -20,9 +22,9 @@ from celery_native_delay.records.holds import (
     free_place,
 )
 from celery_native_delay.records.interface import RecordName
-from celery_native_delay.records.waiting import HELD, Held
+from celery_native_delay.records.waiting import ALL, HELD, Held
 from celery_native_delay.worker.arrival import AWAY_US, Announce, Arrival, WaitUntil
-from celery_native_delay.worker.holding import Holding
+from celery_native_delay.worker.holding import _OLD_SECONDS, Holding
 
 NOW_US = 1_795_176_000_000_000
 HOUR_US = 3_600_000_000
@@ -126,6 +128,35 @@ def test_a_hold_stops_only_the_tasks_that_fit(
 ) -> None:
     held, _ = gate(hold, keys=keys)
     assert isinstance(held(arrival()), WaitUntil) is stops
+
+
+def test_a_busy_worker_knows_of_a_release_before_the_tasks_are_let_go() -> None:
+    """Its consumer was busy, so nothing has read the holds beside it."""
+    assert _OLD_SECONDS < TAKEN_UP_SECONDS
+    hold, state = gate(HOLD)
+    state.holds = ()
+    hold._read_at -= TAKEN_UP_SECONDS
+    assert hold(arrival()) is None
+
+
+def test_a_hold_that_is_renewed_lets_each_task_go_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers hold the tasks again at once, in the range in which they were before."""
+    monkeypatch.setattr(holds, "TAKEN_UP_SECONDS", 0)
+    rounds = []
+
+    class Calls(HoldCalls):
+        _ranges = staticmethod(lambda hold: [ALL])  # type: ignore[assignment]
+        _count = staticmethod(lambda query: 2)  # type: ignore[assignment]
+        _page = staticmethod(  # type: ignore[assignment]
+            lambda query: [SimpleNamespace(id="a"), SimpleNamespace(id="b")]
+        )
+
+        def _change(self, ids: list[str], move: object) -> list[bool]:  # type: ignore[override]
+            rounds.append(ids)
+            assert len(rounds) < 3, "it never ends"
+            return [True, True]
+
+    assert Calls()._let_go(HOLD, 0, is_held_again=True) == 2
 
 
 def test_a_dropped_task_is_announced_as_revoked_and_a_revoked_one_is_not_held() -> None:

@@ -17,6 +17,13 @@ class UnconnectedChannel(transport.Channel):
     def queue_declare(self, *args: Any, **kwargs: Any) -> None: ...
     def queue_bind(self, *args: Any, **kwargs: Any) -> None: ...
 
+    def _basic_publish(
+        self, msg: Any, exchange: str = "", routing_key: str = "", *_: Any, **__: Any
+    ) -> None:
+        # Celery would keep the event that a task was sent for ever, and send it never.
+        if routing_key != "task.sent":
+            raise OperationalError("it is away")
+
     def close(self, *args: Any, **kwargs: Any) -> None:
         self.connection = None
 
