@@ -310,6 +310,29 @@ def test_a_dispatcher_with_write_permission_only_publishes_to_exchanges(
 
 
 @pytest.mark.rabbitmq
+def test_a_row_for_an_exchange_without_permission_doubles_no_other(
+    rabbitmq: PrivateRabbitMQ, vhost: str, vhost_url: str
+) -> None:
+    url = rabbitmq.add_user(f"limited-{vhost}", "secret", write="^amq.default$", vhost=vhost)
+
+    def row(exchange: str, key: str, body: bytes) -> StoreEntry:
+        return StoreEntry(1, exchange, key, {"application_headers": {}}, body, "id")
+
+    with Connection(vhost_url) as consumer, inbox(consumer, "jobs") as letters:
+        Exchange("closed", "topic")(consumer.default_channel).declare()
+        rows = [row("", "jobs", b"%d" % number) for number in range(99)]
+        rows.insert(50, row("closed", "x", b"never"))
+        publisher = RowPublisher(Connection(url), timeout_seconds=PATIENCE_SECONDS)
+        outcomes = dict(publisher.publish(rows))
+        assert "ACCESS_REFUSED" in str(outcomes.pop(50))
+        assert set(outcomes.values()) == {None}
+        publisher.publish([row("", "jobs", b"last")])
+        publisher.close()
+        bodies = [int(letter.body) for letter in letters.wait_for(100)[:-1]]
+        assert bodies == list(range(99))
+
+
+@pytest.mark.rabbitmq
 def test_what_rabbitmq_refuses_is_parked_and_doubles_no_other(
     vhost_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

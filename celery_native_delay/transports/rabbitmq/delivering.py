@@ -6,6 +6,7 @@ import struct
 from collections.abc import Mapping
 from contextlib import suppress
 from itertools import islice
+from types import NoneType
 from typing import Any
 
 from amqp.exceptions import AccessRefused, ChannelError, FrameSyntaxError, MessageNacked
@@ -18,6 +19,9 @@ from .topology import is_delay_name
 
 #: Messages that one write to the socket sends.
 _AT_ONCE = 100
+
+#: RabbitMQ 4 takes 16 MiB, and closes the channel for more. Older releases take 128 MiB.
+_LARGE_BYTES = 16 * 2**20
 
 #: What py-amqp raises for values that AMQP does not have, such as an integer of 65 bits.
 UNENCODABLE = (FrameSyntaxError, struct.error, TypeError, ValueError)
@@ -36,6 +40,15 @@ class NoRoute(ChannelError):  # type: ignore[misc]
     """No queue is bound for a message, so the broker returned it."""
 
 
+#: Outcomes of a message whose exchange has taken it.
+_TAKEN = (NoneType, NoRoute, MessageNacked)
+
+
+def _is_large(publication: Publication) -> bool:
+    """Return True for a message that may be too large for the broker."""
+    return len(publication.message.body or b"") > _LARGE_BYTES
+
+
 class Deliverer:
     """Publishes messages, a batch at a time, and tells which of them the broker refused."""
 
@@ -43,7 +56,7 @@ class Deliverer:
         """*connection* is a connection of py-amqp."""
         self._connection = connection
         self._channel: WindowChannel | None = None
-        #: Exchanges that were there at the last look, since the channel was last closed.
+        #: Exchanges that have taken a message since the broker last closed the channel.
         self._exchanges: set[str] = set()
 
     @property
@@ -64,16 +77,33 @@ class Deliverer:
         """
         waiting: dict[int, Publication] = {}
         for at, publication in publications.items():
+            if publication.exchange in self._exchanges and not _is_large(publication):
+                waiting[at] = publication
+                continue
+            # Alone: if RabbitMQ refuses it by closing the channel, no other message is in doubt.
+            self._send_some(waiting, outcomes, deadline)
+            waiting = {}
             try:
                 self._check_exchange(publication.exchange)
-                waiting[at] = publication
             except (CannotDelay, ChannelError) as exc:
                 outcomes[at] = exc
             except UNENCODABLE as exc:
                 outcomes[at] = unencodable(exc)
-        if not self._send(waiting, outcomes, deadline):
+            else:
+                self._send({at: publication}, outcomes, deadline)
+                if isinstance(outcomes[at], _TAKEN):
+                    self._exchanges.add(publication.exchange)
+        self._send_some(waiting, outcomes, deadline)
+
+    def _send_some(
+        self,
+        messages: Mapping[int, Publication],
+        outcomes: dict[int, Exception | None],
+        deadline: float | None,
+    ) -> None:
+        if messages and not self._send(messages, outcomes, deadline):
             # The broker refused a message by closing the channel: find out which.
-            for at, publication in waiting.items():
+            for at, publication in messages.items():
                 if at not in outcomes:
                     self._send({at: publication}, outcomes, deadline)
 
@@ -84,8 +114,7 @@ class Deliverer:
     def _check_exchange(self, exchange: str) -> None:
         """Raise ChannelError or CannotDelay if the broker refuses all messages for *exchange*.
 
-        A publish to a missing exchange would close the channel, and leave the messages before it in
-        doubt.
+        A publish to a missing exchange would close the channel.
         """
         if not exchange or exchange in self._exchanges or is_delay_name(exchange):
             return
@@ -96,7 +125,6 @@ class Deliverer:
         with suppress(AccessRefused):
             channel.exchange_declare(exchange, "", passive=True)
             channel.close()
-        self._exchanges.add(exchange)
 
     def _send(
         self,
@@ -125,7 +153,7 @@ class Deliverer:
             channel.read_down_to(0, deadline=deadline)
         except ChannelError as exc:
             self._channel = None
-            self._exchanges.clear()
+            self._exchanges.difference_update(each.exchange for each in messages.values())
             if len(messages) == 1:
                 outcomes |= dict.fromkeys(messages, exc)
             return False
