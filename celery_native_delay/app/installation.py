@@ -416,7 +416,9 @@ def admin_part(app: Any, connection: Any) -> AdminPart:
 
 
 def _goes_into_store(channel: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
-    """Return True if a task waits in the store, or is sent with the user's transaction."""
+    """Return True if a task waits in the store, has a key, or is sent in the user's transaction."""
+    if underway.get() is not None:  # with the state of its key, in one step
+        return True
     headers = {"task": args[0] if args else options.get("name")}
     due_us, countdown = due_us_or_none(options.get("eta")), options.get("countdown")
     if isinstance(countdown, int | float) and countdown:  # Celery then ignores the ETA

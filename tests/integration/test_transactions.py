@@ -490,12 +490,14 @@ def test_a_process_that_starts_while_the_broker_is_away_sends_and_looks(
     with pytest.raises(OperationalError):
         send(app, 4, retry=False)
     delay = Delay(app)
-    assert sorted(waiting(app)) == ["order-1", "order-2", "order-3"]
+    keyed = app.tasks["shop.remind"].s(5).set(task_id="order-5")
+    assert delay.debounce(keyed, key="user:5", seconds=HOUR_SECONDS).id == "order-5"
+    assert sorted(waiting(app)) == ["order-1", "order-2", "order-3", "order-5"]
     assert delay.cancel("order-3")
     with app.connection_for_write() as connection:
         told = admin_part(app, opened(app, connection)).status()
     assert told.findings()[0].problem.startswith("the broker is away")
-    assert told.as_json()["waiting"] == 2
+    assert told.as_json()["waiting"] == 3
     assert examine(app)[0].check == "broker"
     app.conf.broker_url = vhost_url
     drop_pools(app)
