@@ -282,7 +282,7 @@ def test_overdue_tasks_are_explained_and_do_not_hide_the_next_due_time(
     assert page.find("#delays-problems").is_displayed()
     page.search(UUID)
     page.lists(1)
-    assert page.text("tbody .delays-id") == UUID
+    assert page.text("tbody .delays-id code") == UUID
     cut = "return arguments[0].scrollWidth > arguments[0].clientWidth"
     assert not chrome.execute_script(cut, page.find("tbody .delays-id code"))
     most = max(count for *_, count in flower.json("/delays/summary")["histogram"])

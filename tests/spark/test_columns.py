@@ -227,7 +227,8 @@ def test_wrong_options_are_refused_at_once(
 ) -> None:
     df = spark.sql("""select timestamp'2026-12-01' as at, timestamp_ntz'2026-12-01' as naive,
         date'2026-12-01' as day, '2026' as text, 1.5D as wait, 1.10BD as price,
-        named_struct('a', 1, 'a', 2) as same, 1 as twice, 2 as twice, 3 as Name, 4 as name""")
+        named_struct('a', 1, 'a', 2) as same, 1 as twice, 2 as twice, 3 as Name, 4 as name,
+        5 as `a.b`""")
     with pytest.raises(InvalidFanOut, match=message):
         FanOut(df, **{"app": "shop:app", "task": "shop.remind"} | options)
 
