@@ -174,16 +174,21 @@ class Installation:
         """Send a task with a declared key, as ``Delay(app)`` does; None if it has none."""
         name = str(args[0] if args else options.get("name"))
         task = options.get("task_type") or self.app._tasks.get(name)
-        if self.keys is None:
-            self.keys = dict(self.keywords.get("keys") or self.app.conf.get(f"{PREFIX}keys") or ())
-        declared = self.keys.get(name) or getattr(task, "key", None)
-        if not isinstance(declared, DeclaredKey) or not self.delays_new:
+        declared = self.declared_key(name, task)
+        if declared is None or not self.delays_new:
             return None
         # The message of Delay(app) itself, of a schedule entry, or of a retry.
         if underway.get() or KEY in (options.get("headers") or {}) or _is_retry(options):
             return None
         named = dict(zip(_SEND_TASK, args, strict=False))
         return self.send_declared(self, declared, task, **named, **options)
+
+    def declared_key(self, name: str, task: Any) -> DeclaredKey | None:
+        """Return the key that is declared for a task, by ``install`` or by its decorator."""
+        if self.keys is None:
+            self.keys = dict(self.keywords.get("keys") or self.app.conf.get(f"{PREFIX}keys") or ())
+        declared = self.keys.get(name) or getattr(task, "key", None)
+        return declared if isinstance(declared, DeclaredKey) else None
 
     def _name_tenant(self, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Write the tenant of a task on SQS into its headers, for SQS's fair queues."""

@@ -116,14 +116,18 @@ class Kinds:
 
     def _begin(self, sample: Sample, before: Kind | None, now_us: int) -> None:
         """Store the last published message for reuse, unless other code sees the messages."""
-        hook = hook_of(self._installation, sample.known)
-        if TENANT in (self._publisher.last_headers or {}):
+        hook, headers = (
+            hook_of(self._installation, sample.known),
+            self._publisher.last_headers or {},
+        )
+        if TENANT in headers:
             hook = "each of its messages names a tenant"
+        if self._installation.declared_key(str(headers.get("task")), sample.known) is not None:
+            hook = "a key is declared for the task"
         if hook:
             self._without_template.add(sample.key)
             self._log(logging.INFO, hook)
             return
-        headers = self._publisher.last_headers or {}
         learnt = self._publisher.learn() if headers.get("id") == sample.task_id else None
         if learnt is None:
             return

@@ -36,6 +36,7 @@ from celery_native_delay import (
     install,
 )
 from celery_native_delay.app.keyed import key_records
+from celery_native_delay.bulk import bulk
 from celery_native_delay.keyed.record import HEADER, name_of
 from celery_native_delay.keyed.records import KeyRecords
 from celery_native_delay.keyed.rules import Seen
@@ -295,6 +296,14 @@ def test_callers_of_a_task_with_a_declared_key_keep_delay(
         group(declared.si(key), declared.si(key)).apply_async()
     assert delay.cancel(key=key, task=declared, kind="debounce")
     assert delay.cancel(other)
+    ids = [f"{key}-{page}" for page in range(3)]
+    with bulk(app) as outbox:
+        for page, task_id in enumerate(ids):
+            outbox.send(declared, (None, page), countdown=LONG, task_id=task_id)
+        with pytest.raises((CannotDelay, TypeError)):
+            outbox.send(declared, (key, 3), countdown=LONG)
+    assert outbox.result.by_template == 0, "a copy would have no key"
+    assert all(delay.cancel_all(ids))
 
     by_name = f"shop.named-{key}"
     app.task(name=by_name)(imported)
