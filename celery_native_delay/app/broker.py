@@ -13,7 +13,7 @@ from kombu.transport import TRANSPORT_ALIASES
 
 from ..errors import UnsupportedBroker
 from ..settings import DelaySettings
-from ..transports.aliases import OPTION, asks_for_delays, needs_store, transport_of
+from ..transports.aliases import OPTION, needs_store, transport_of
 from ..urls import without_password
 
 _WAY_TO_STORE = (
@@ -69,11 +69,12 @@ T = TypeVar("T")
 def unconnected(app: Any) -> Any:
     """Return a connection for what needs the store alone, which never connects to the broker.
 
-    Only RabbitMQ has one; for others, return None.
+    Returns None without ``native_delay_store``, and for other brokers than RabbitMQ.
     """
     connection = app.connection_for_write()
     name = getattr(connection.get_transport_cls(), "unconnected", None)
-    if name is None or not asks_for_delays((connection.transport_options or {}).get(OPTION)):
+    option = (connection.transport_options or {}).get(OPTION)
+    if name is None or not isinstance(option, dict) or "store" not in option:
         return None
     connection._transport = symbol_by_name(name)(connection)  # a copy of the connection connects
     return connection
@@ -120,7 +121,7 @@ def _ask_connected(app: Any, question: Callable[[Any], T]) -> T:
     with app.connection_or_acquire() as connection:
         for last_try in (False, True):
             try:
-                connection.ensure_connection(max_retries=1)
+                connection.ensure_connection(max_retries=1, interval_start=0)
                 return question(connection)
             except connection.recoverable_connection_errors as exc:
                 # A pooled connection notices a restarted broker only when it is used.
