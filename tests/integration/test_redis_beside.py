@@ -134,7 +134,8 @@ def test_a_failover_loses_no_task_whose_apply_async_returned() -> None:
             with attended(url), delaying(url) as connection, inbox(connection, JOBS) as received:
                 while len(sent) < 10:
                     assert sends()
-                # Replication is asynchronous: wait until the replica has all.
+                # Replication is asynchronous, and WAIT waits for what this client has written.
+                sentinel.master.client.set("written", 1)
                 assert sentinel.master.client.wait(1, 10_000) == 1
                 old = sentinel.master
                 promoted = beside.submit(sentinel.failover)

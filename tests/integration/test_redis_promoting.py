@@ -153,7 +153,8 @@ def test_messages_wait_through_a_failover(sentinel: PrivateSentinel) -> None:
             wait_until(lambda: promoter.promoted == 1)
             for number in range(20):
                 publish(connection, number, "jobs", delay=5)
-            # Replication is asynchronous: wait until the replica has all.
+            # Replication is asynchronous, and WAIT waits for what this client has written.
+            store_of(connection).client.set("written", 1)
             assert store_of(connection).client.wait(1, 10_000) == 1
         sentinel.failover()
         wait_until(lambda: promoter.promoted == 21)
