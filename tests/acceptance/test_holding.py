@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -139,8 +140,9 @@ def test_what_is_held_stays_held_until_its_release_and_others_run(held: Held) ->
     runs = record.wait_for_ids(sent)
     assert all(len(runs[task_id]) == 1 for task_id in sent)
     assert runs[sent[0]][0].args == ["changed"]
-    at = [runs[task_id][0].started for task_id in sent]
-    assert at[-1] - at[0] >= (len(sent) - 1) / 20 - 0.5, "no stampede"
+    due = [datetime.fromisoformat(str(runs[task_id][0].eta)) for task_id in sent]
+    # A busy machine starts late tasks together.
+    assert (due[-1] - due[0]).total_seconds() >= (len(sent) - 1) / 20 - 0.01, "no stampede"
     assert held.delay.holds() == []
     again = held.send("note", 99)
     record.wait_for(task_id=again)
