@@ -210,32 +210,16 @@ def test_tasks_of_every_queue_run(app: Celery, clock: Clock, ran: list[Any]) -> 
     assert ran == ["priority", "mail"]
 
 
-def cpu_seconds_of_plain_sends() -> float:
-    """The CPU time of sending a thousand tasks without this package: 0.2 s on a quiet machine."""
-    plain = Celery("plain", broker="memory://", set_as_current=False)
-    before = time.process_time()
-    for number in range(1000):
-        plain.send_task("note", (number,), queue="of no worker")
-    return time.process_time() - before
-
-
 def test_a_thousand_tasks_of_three_months_run_within_seconds(
     app: Celery, clock: Clock, ran: list[Any]
 ) -> None:
-    """It takes 1.2 s on a quiet machine, and 5 to 9 times as long as plain Celery's sends.
-
-    The better of two rounds counts, because other processes only add CPU time.
-    """
-    plain_seconds, spent_seconds = [], []
-    for _ in range(2):
-        plain_seconds.append(cpu_seconds_of_plain_sends())
-        before = time.process_time()
-        for number in range(1000):
-            send(app, "note", number, countdown=number * 90 * DAY / 1000)
-        clock.advance(days=90)
-        spent_seconds.append(time.process_time() - before)
-    assert ran == [*range(1000), *range(1000)]
-    assert min(spent_seconds) < 15 * max(plain_seconds)
+    """1.5 s of CPU time on a quiet machine. A step that looks at all tasks would take minutes."""
+    before = time.process_time()
+    for number in range(1000):
+        send(app, "note", number, countdown=number * 90 * DAY / 1000)
+    clock.advance(days=90)
+    assert ran == [*range(1000)]
+    assert time.process_time() - before < 10
 
 
 # ---- run_all and limits --------------------------------------------------------------------------
