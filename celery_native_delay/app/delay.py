@@ -111,7 +111,7 @@ class Delay(HoldCalls, KeyedCalls):
         return self._with_holds(self._ask(lambda found: found.get(one)))
 
     def story(self, task_id: TaskId) -> list[str]:
-        """Return what is known about a task, in sentences: where it is, and why it waits.
+        """Describe a task in sentences: where it is, and why it waits.
 
         For a task that is not waiting: the worker that has it, its result, or where it may be. This
         asks all workers, which takes a second.

@@ -74,7 +74,8 @@ class Installation:
         self._earlier_task_from_fun = vars(app).get("_task_from_fun")
         self._amqp: Any = None
         self._connected_delays: bool | None = None
-        self._has_store: bool | None = None
+        #: True if tasks can go into the store while the broker is away; None before a connection.
+        self._writes_alone: bool | None = None
         #: Until then, in monotonic seconds, tasks go into the store without the broker.
         self._away_until = 0.0
         self._warned_of: set[str] = set()
@@ -136,10 +137,15 @@ class Installation:
         with without_traceback():
             with url_errors_explained():
                 connection = connect(*args, **kwargs)
-                connection.get_transport_cls()
+                transport = connection.get_transport_cls()
             settings = self._settings_or_error()
-            self._has_store = isinstance(settings, DelaySettings) and settings.store is not None
-            self._is_sqs = connection.get_transport_cls().driver_type == "sqs"
+            # Only there the store can be written without the broker.
+            self._writes_alone = (
+                isinstance(settings, DelaySettings)
+                and settings.store is not None
+                and hasattr(transport, "unconnected")
+            )
+            self._is_sqs = transport.driver_type == "sqs"
             self._tenants = tenants_of(settings) if isinstance(settings, DelaySettings) else {}
             if self._fits(connection, settings):
                 options = {OPTION: option_of(settings)} | (connection.transport_options or {})
@@ -214,10 +220,10 @@ class Installation:
         self, send_task: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]
     ) -> Any:
         """Call *send_task*. A task of the store is written there, although the broker is away."""
-        if self._has_store is None:
-            self._has_store = self.has("store")
+        if self._writes_alone is None:
+            self._writes_alone = self.has("store")
         theirs = options.get("connection") is not None or options.get("producer") is not None
-        if theirs or not self._has_store or len(args) > _OPTIONS_AT:
+        if theirs or not self._writes_alone or len(args) > _OPTIONS_AT:
             return send_task(*args, **options)
         options["task_id"] = options.get("task_id") or uuid()  # the same at the second attempt
         lost: OperationalError | None = None

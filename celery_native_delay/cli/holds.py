@@ -86,7 +86,7 @@ def release(ctx: click.Context, as_json: bool, **chosen: Any) -> None:
 @command(name="holds")
 @as_json_option
 def holds(ctx: click.Context, as_json: bool) -> None:
-    """Show what is held or dropped: by whom, since when, until when, and how many tasks wait.
+    """Show the holds and drops: who made each, since and until when, and how many tasks wait.
 
     "ended" are tasks that a dead `release` has left: release them again.
     """

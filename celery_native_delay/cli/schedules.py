@@ -105,7 +105,7 @@ def add(ctx: click.Context, name: str, as_json: bool, **fields: Any) -> None:
 @_options
 @as_json_option
 def change(ctx: click.Context, name: str, as_json: bool, **fields: Any) -> None:
-    """Change the entry NAME, which was added at run time; what is not given stays."""
+    """Change the entry NAME, which was added at run time. Options left out keep their values."""
     if all(each is None for each in fields.values()):
         raise click.UsageError("give --task, --schedule, --args, --kwargs or --options")
     _changed(ctx, "change", name, as_json, "changed", **fields)

@@ -134,7 +134,7 @@ def _in_broker(ctx: click.Context) -> int:
 @click.argument("ids", type=task_id, nargs=-1, required=True, metavar="ID...")
 @as_json_option
 def show_tasks(ctx: click.Context, ids: tuple[str, ...], as_json: bool) -> None:
-    """Show tasks by ID, and what is known of them: where they wait and why, and how they ended.
+    """Show tasks by ID: where each one waits and why, or how it ended.
 
     If one of the tasks is not waiting, the exit status is 1. For one ID, --json prints an object;
     for several IDs a list of objects, in the order of the IDs. If several messages with one ID

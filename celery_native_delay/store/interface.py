@@ -296,7 +296,7 @@ class Store(ABC):
 
     @abstractmethod
     def findings(self) -> list[Finding]:
-        """Return what is wrong: the server does not answer, may lose rows, or has a wrong clock."""
+        """Return problems: the server does not answer, may lose rows, or has a wrong clock."""
 
     @abstractmethod
     def close(self) -> None:

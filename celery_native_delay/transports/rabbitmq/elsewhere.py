@@ -22,9 +22,9 @@ _CELERYS = re.compile(r"((?:.+_)?celery_delayed_)(\d|1\d|2[0-7])")
 
 
 def celerys_levels(names: Iterable[str]) -> list[str]:
-    """Find Celery's delay queues in a list of queue names; return what is before their numbers.
+    """Return the prefixes of Celery's own delay queues in a list of queue names.
 
-    That is ``celery_delayed_``, which may have a prefix.
+    Usually ``celery_delayed_``, which may have a prefix of its own.
     """
     return sorted({match[1] for match in map(_CELERYS.fullmatch, names) if match})
 
