@@ -13,6 +13,8 @@ from contextlib import closing, contextmanager
 from itertools import count
 from pathlib import Path
 
+from sqlalchemy import create_engine, text
+
 from celery_native_delay.testing import BrokerFailed, BrokerMissing
 from celery_native_delay.testing.processes import KeptServer
 from tests.waiting import PATIENCE_SECONDS
@@ -116,6 +118,19 @@ class PrivatePostgreSQL:
     def _serves(self) -> bool:
         ready = [str(self._programs / "pg_isready"), "-q", "-h", str(self._folder)]
         return subprocess.run(ready, cwd="/").returncode == 0
+
+
+def end_backends(url: str) -> None:
+    """Close all connections to a server, as a load balancer does with idle ones."""
+    engine = create_engine(url, isolation_level="AUTOCOMMIT")
+    with engine.connect() as connection:
+        connection.execute(
+            text(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+                " WHERE backend_type = 'client backend' AND pid <> pg_backend_pid()"
+            )
+        )
+    engine.dispose()
 
 
 @contextmanager

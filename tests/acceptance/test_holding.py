@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -21,6 +19,7 @@ from celery_native_delay.records.holds import Hold
 from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis, private_redis, vhost_name
 from tests.acceptance.worker import Fleet, Worker, fleet_on
 from tests.brokers import SYSTEM_RABBITMQ
+from tests.hanging import hung
 from tests.postgresql import PrivatePostgreSQL, private_postgresql
 from tests.waiting import wait_until
 
@@ -52,19 +51,6 @@ class Held:
             return True if held else (False if ran else None)
 
         return bool(wait_until(lambda: known() is not None) and known())
-
-    @contextmanager
-    def hung(self) -> Iterator[None]:
-        """Stop the server's processes (SIGSTOP)."""
-        server = self.server
-        pids = server.processes() if isinstance(server, PrivatePostgreSQL) else [server.pid]
-        for pid in pids:
-            os.kill(pid, signal.SIGSTOP)  # type: ignore[arg-type]
-        try:
-            yield
-        finally:
-            for pid in pids:
-                os.kill(pid, signal.SIGCONT)  # type: ignore[arg-type]
 
     def restart(self) -> None:
         server = self.server
@@ -153,7 +139,7 @@ def test_what_is_held_stays_held_until_its_release_and_others_run(held: Held) ->
 
 def _hangs(held: Held, sent: list[str]) -> None:
     """While the store hangs, other tasks run, and held ones do not."""
-    with held.hung():
+    with hung(held.server):
         sent.append(held.send("note", 26))
         others = [held.send("careful", number) for number in range(20)]
         held.fleet.record.wait_for_ids(others)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -22,7 +20,8 @@ from celery_native_delay.testing import PrivateRedis, private_redis
 from celery_native_delay.within import MOST_AT_ONCE
 from tests.acceptance.worker import Fleet, fleet_on
 from tests.brokers import in_ci, on_one_version
-from tests.postgresql import PrivatePostgreSQL, private_postgresql
+from tests.hanging import hung
+from tests.postgresql import PrivatePostgreSQL, end_backends, private_postgresql
 from tests.proxy import Proxy, connected
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
@@ -44,18 +43,8 @@ class Place:
         listener.listen(100)
         self.proxy = Proxy(listener, lambda: connected(behind))
 
-    @contextmanager
-    def hung(self) -> Iterator[None]:
-        """Stop the server's processes (SIGSTOP), which keeps its connections open."""
-        server = self.server
-        processes = server.processes() if isinstance(server, PrivatePostgreSQL) else [server.pid]
-        for process in processes:
-            os.kill(process, signal.SIGSTOP)  # type: ignore[arg-type]
-        try:
-            yield
-        finally:
-            for process in processes:
-                os.kill(process, signal.SIGCONT)  # type: ignore[arg-type]
+    def hung(self) -> AbstractContextManager[None]:
+        return hung(self.server)
 
     @contextmanager
     def swallowed(self) -> Iterator[None]:
@@ -85,16 +74,8 @@ class Place:
         """Close all connections, as a load balancer does with idle ones."""
         if isinstance(self.server, PrivateRedis):
             self.server.client.client_kill_filter(_type="normal", skipme=True)
-            return
-        engine = create_engine(self.direct_url, isolation_level="AUTOCOMMIT")
-        with engine.connect() as connection:
-            connection.execute(
-                text(
-                    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
-                    " WHERE backend_type = 'client backend' AND pid <> pg_backend_pid()"
-                )
-            )
-        engine.dispose()
+        else:
+            end_backends(self.direct_url)
 
     def restart(self) -> None:
         self.server.kill()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -11,8 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
-
-from sqlalchemy import create_engine, text
 
 from celery_native_delay.testing import (
     BrokerFailed,
@@ -25,7 +21,8 @@ from celery_native_delay.testing import (
 from tests.brokers import MORTAL, ON_RABBITMQS, SYSTEM_RABBITMQ
 from tests.chaos.schedule import FaultKind
 from tests.cluster import PrivateRabbitMQCluster, private_rabbitmq_cluster
-from tests.postgresql import PrivatePostgreSQL, private_postgresql
+from tests.hanging import hung
+from tests.postgresql import PrivatePostgreSQL, end_backends, private_postgresql
 from tests.rabbitmqs import require_rabbitmq
 from tests.sentinel import PrivateSentinel, private_sentinel
 from tests.waiting import wait_until
@@ -258,11 +255,8 @@ def _replica_killed(sentinel: PrivateSentinel, number: int) -> Iterator[str]:
 
 @contextmanager
 def _paused_node(node: PrivateRedis) -> Iterator[str]:
-    group = node.pid
-    assert group is not None, f"port {node.port} is down"
-    os.killpg(group, signal.SIGSTOP)
-    yield f"port {node.port}"
-    os.killpg(group, signal.SIGCONT)
+    with hung(node):
+        yield f"port {node.port}"
 
 
 def _disconnect_all(node: PrivateRedis) -> None:
@@ -302,7 +296,7 @@ def _on_postgresql(server: PrivatePostgreSQL, folder: Path) -> Place:
             _down, server.stop, server.start, "the database"
         ),
         FaultKind("database-paused", 1, 4): lambda _: _paused_database(server),
-        FaultKind("connections-dropped", 0, 0.5): partial(_dropped, lambda: _end_backends(url)),
+        FaultKind("connections-dropped", 0, 0.5): partial(_dropped, lambda: end_backends(url)),
     }
     return Place(
         f"{server.version}, a store beside filesystem://",
@@ -316,24 +310,8 @@ def _on_postgresql(server: PrivatePostgreSQL, folder: Path) -> Place:
 
 @contextmanager
 def _paused_database(server: PrivatePostgreSQL) -> Iterator[str]:
-    processes = server.processes()
-    for process in processes:
-        os.kill(process, signal.SIGSTOP)
-    yield "the database"
-    for process in processes:
-        os.kill(process, signal.SIGCONT)
-
-
-def _end_backends(url: str) -> None:
-    engine = create_engine(url, isolation_level="AUTOCOMMIT")
-    with engine.connect() as connection:
-        connection.execute(
-            text(
-                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
-                " WHERE backend_type = 'client backend' AND pid <> pg_backend_pid()"
-            )
-        )
-    engine.dispose()
+    with hung(server):
+        yield "the database"
 
 
 # ---- any ---------------------------------------------------------------------------------------

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +31,7 @@ from tests.brokers import in_ci, self_signed_certificate
 from tests.conformance.brokers import options_of, running_broker, settings_of
 from tests.conformance.test_stores import HOUR_US, NAME, Broker, add, dispatched, listed, tasks
 from tests.conformance.traffic import SETTINGS, attended, delaying
+from tests.hanging import hung
 from tests.proxy import Proxy, connected
 from tests.sentinel import private_sentinel
 from tests.traffic import JOBS, inbox, send_task
@@ -224,12 +223,8 @@ def test_calls_that_were_given_up_leave_their_rows_as_they_are(empty_redis: Priv
         add(patient, 1, wait_us=-1)
         (row,) = patient.rows_after(None, limit=9)
         wait_until(lambda: taken_by(brief, late_us=HOUR_US) == [])  # it is connected
-        os.kill(empty_redis.pid, signal.SIGSTOP)
-        try:
-            with pytest.raises(StoreUnavailable):
-                brief.take()
-        finally:
-            os.kill(empty_redis.pid, signal.SIGCONT)
+        with hung(empty_redis), pytest.raises(StoreUnavailable):
+            brief.take()
         wait_until(lambda: patient.census().taken == 1)
         add(patient, 2)
         wait_until(lambda: taken_by(brief) == [row.key])

@@ -41,6 +41,16 @@ _TIMEZONE = "Pacific/Chatham"
 """The time zone of the executors: +12:45 or +13:45, which is easily told from UTC."""
 
 
+def driver_environ(apps_folder: Path) -> dict[str, str]:
+    """The environment of a driver in a process of its own, which can import the tests' apps."""
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), str(apps_folder)]),
+        "PYSPARK_PYTHON": sys.executable,
+        "SPARK_LOCAL_IP": "127.0.0.1",
+        "JAVA_TOOL_OPTIONS": "-XX:+UseSerialGC -XX:TieredStopAtLevel=1",
+    }
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark all tests of this folder, and skip them if Spark or Java is missing."""
     here = Path(__file__).parent

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,11 +15,10 @@ pytest.importorskip("pyspark.sql.datasource", reason="of Spark 4")
 
 from celery_native_delay.spark import task_id_of
 from tests.integration.traffic import inbox
+from tests.spark.conftest import driver_environ
 from tests.waiting import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.ci
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_fan_out_and_sink_work_through_spark_connect(
@@ -33,13 +31,7 @@ def test_fan_out_and_sink_work_through_spark_connect(
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("connect_client.py")), app],
         cwd=tmp_path,
-        env=os.environ
-        | {
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(apps_folder)]),
-            "PYSPARK_PYTHON": sys.executable,
-            "SPARK_LOCAL_IP": "127.0.0.1",
-            "JAVA_TOOL_OPTIONS": "-XX:+UseSerialGC -XX:TieredStopAtLevel=1",
-        },
+        env=driver_environ(apps_folder),
         capture_output=True,
         text=True,
         timeout=2 * PATIENCE_SECONDS,

@@ -28,7 +28,7 @@ from pyspark.errors import PySparkException
 from celery_native_delay.spark import FanOut, FanOutResult, task_id_of
 from tests.acceptance.worker import Fleet, fleet_on
 from tests.brokers import in_ci
-from tests.spark.conftest import LEVELS
+from tests.spark.conftest import LEVELS, driver_environ
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -265,13 +265,7 @@ def driver(
         process = subprocess.Popen(
             [sys.executable, str(ROOT / "tests/spark" / script), *given, str(dies_after)],
             cwd=folder,
-            env=os.environ
-            | {
-                "PYTHONPATH": os.pathsep.join([str(ROOT), str(apps_folder)]),
-                "PYSPARK_PYTHON": sys.executable,
-                "SPARK_LOCAL_IP": "127.0.0.1",
-                "JAVA_TOOL_OPTIONS": "-XX:+UseSerialGC -XX:TieredStopAtLevel=1",
-            },
+            env=driver_environ(apps_folder),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
