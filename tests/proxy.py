@@ -58,13 +58,12 @@ class Proxy:
         with suppress(OSError):  # it was closed
             while True:
                 client, _ = self._listener.accept()
-                self._open.append(client)
                 try:
                     server = self._connect()
                 except OSError:  # the server restarts
-                    client.shutdown(socket.SHUT_RDWR)
+                    client.close()
                     continue
-                self._open.append(server)
+                self._open += client, server
                 self._start(self._pass_on, client, server)
                 self._start(self._pass_on, server, client)
 

@@ -133,6 +133,7 @@ class PrivateSentinel:
         else:
             self.client.sentinel_failover(self.master_name)
         _wait_until(lambda: self.master is not old)
+        _wait_until(self._has_a_master)
         _wait_until(lambda: self.master.client.info("replication")["role"] == "master")
         return self.master
 
@@ -144,6 +145,11 @@ class PrivateSentinel:
         for node in self.nodes:
             node.start()
         _wait_until(self._knows_all)
+
+    def _has_a_master(self) -> bool:
+        """True if clients find it: at the end of a failover, after its address has changed."""
+        state = self.client.sentinel_masters()[self.master_name]
+        return not (state["is_sdown"] or state["is_odown"])
 
     def _knows_all(self) -> bool:
         """True if the Sentinel knows all replicas, and each could become the master."""

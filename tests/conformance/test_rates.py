@@ -344,7 +344,8 @@ def test_malformed_messages_neither_end_a_worker_nor_hold_up_other_keys(fleet: F
     assert worker.process.poll() is None
     assert worker.log_lines("call_api", "cannot compute the rate key", "without lone surrogates")
     waits = worker.log_lines("wait until the rates can be read")
-    assert not [line for line in waits if "no answer within" not in line]  # a busy machine
+    slow = ("no answer within", "did not answer the worker a moment ago")  # a busy machine
+    assert not [line for line in waits if not any(each in line for each in slow)]
 
 
 def test_one_worker_starts_the_tasks_of_a_rate_in_order(fleet: Fleet) -> None:

