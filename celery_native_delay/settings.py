@@ -17,7 +17,13 @@ from urllib.parse import urlsplit
 from .errors import SettingsError
 from .rates.declared import DeclaredKey
 from .rates.rate import Rate
-from .urls import is_redis_url, without_password
+from .urls import (
+    EXPECTED_TABLE_PREFIX,
+    is_redis_url,
+    is_table_prefix,
+    table_prefix_of,
+    without_password,
+)
 
 #: A quorum queue rounds the time when a message arrives down to milliseconds. Without this extra
 #: time, a message could be due up to a millisecond too early: rabbit_fifo.erl, expire_msgs/4.
@@ -64,6 +70,11 @@ _EXPECTED_STORE = (
     "sentinel://host:26379,host2:26379/service/0, or a "
     "SQLAlchemy URL of a database that outlives the process, such as "
     '"postgresql+psycopg://host/shop", or "django" or "django:alias" for a database of Django'
+)
+
+_EXPECTED_PREFIX = (
+    f"the URL of a database whose native_delay_prefix has {EXPECTED_TABLE_PREFIX}; for "
+    f'"django", set DELAY_TABLE_PREFIX in Django\'s settings'
 )
 
 
@@ -113,9 +124,10 @@ class DelaySettings:
     """URL of a Redis, such as ``redis://host/1``, or SQLAlchemy URL of a database, such as
     ``postgresql+psycopg://host/shop``, in which tasks wait instead of in the broker. There they can
     be listed, cancelled and rescheduled. ``django`` is the default database of a Django project,
-    and ``django:other`` another one. Default: None. RabbitMQ, SQS and pgmq then delay tasks by
-    themselves, Redis and ``sqla+…`` brokers are their own store, and with other brokers tasks wait
-    in the worker's memory, as in Celery."""
+    and ``django:other`` another one. With ``?native_delay_prefix=shop_delay_`` in the URL of a
+    database, the names of the tables begin with ``shop_delay_``. Default: None. RabbitMQ, SQS and
+    pgmq then delay tasks by themselves, Redis and ``sqla+…`` brokers are their own store, and with
+    other brokers tasks wait in the worker's memory, as in Celery."""
     store_tasks: tuple[str, ...] = ("*",)
     """Names of the tasks that wait in the store, with ``*`` for any text. Other tasks wait in the
     broker. Tasks with a key or a rate limit, and periodic tasks, always wait in the store.
@@ -316,7 +328,9 @@ def _rule(name: str, value: Any) -> tuple[bool, str]:
         case "confirm_timeout_seconds":
             return _is_number(value) and 0 < value < 86_400, "seconds above 0 and below a day"
         case "store":
-            return value is None or is_store_url(value), _EXPECTED_STORE
+            has_prefix = is_text and table_prefix_of(value) is not None
+            expected = _EXPECTED_PREFIX if has_prefix else _EXPECTED_STORE
+            return value is None or is_store_url(value), expected
         case "once_days":
             return _is_number(value) and 0 < value <= 3660, "days above 0, and at most 3660"
         case "landing_exchanges" | "landing_queues" | "store_tasks" | "once":
@@ -386,6 +400,9 @@ def is_store_url(value: Any) -> bool:
     if value.startswith("sentinel://"):
         return bool(_SENTINEL.fullmatch(value))
     if value.startswith("sqla+"):  # the URL of a broker
+        return False
+    prefix = table_prefix_of(value)
+    if prefix is not None and (is_redis_url(value) or not is_table_prefix(prefix)):
         return False
     try:
         urlsplit(value).port  # noqa: B018  raises for one that is no number

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from pathlib import Path
 from time import monotonic, time
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from sqlalchemy import (
     URL,
@@ -23,7 +25,7 @@ from sqlalchemy import (
 
 from ..errors import NativeDelayError, SettingsError
 from ..now import time_ns
-from ..urls import without_password
+from ..urls import TABLE_PREFIX, table_prefix_of, without_password
 from ..within import before_commit
 
 T = TypeVar("T")
@@ -67,16 +69,57 @@ def parsed(url: str) -> URL:
 
 def engine_of(url: str, *, setting: str = "native_delay_store") -> Engine:
     """Make a SQLAlchemy engine for *url*. Raises SettingsError if the driver is missing."""
-    place = parsed(url)
+    place = parsed(url).difference_update_query(["native_delay_prefix"])
     try:
         if place.get_backend_name() == "sqlite":
-            return _sqlite(place)
-        # pool_pre_ping notices a connection that the server has closed.
-        return create_engine(place, pool_pre_ping=True, **_of_servers(place))
+            engine = _sqlite(place)
+        else:  # pool_pre_ping notices a connection that the server has closed
+            engine = create_engine(place, pool_pre_ping=True, **_of_servers(place))
     except (exc.ArgumentError, ImportError) as error:
         raise SettingsError(
             f"{setting} {without_password(url)!r} cannot be used: {error}"
         ) from error
+    return naming_tables(engine, table_prefix_of(url) or TABLE_PREFIX)
+
+
+_TABLE_NAMES = re.compile(rf"\b{TABLE_PREFIX}(?=(task|record)\b)")
+
+
+def table_name(prefix: str, name: str) -> str:
+    """Return the name of a table or an index as it begins with *prefix*."""
+    return prefix + name.removeprefix(TABLE_PREFIX)
+
+
+def naming_tables(place: T, prefix: str) -> T:
+    """Let statements on *place*, an engine or a connection, name our tables with *prefix*.
+
+    Our statements are made once, for the tables' usual names. They have no values, which are
+    parameters.
+    """
+    if prefix != TABLE_PREFIX:
+        event.listen(place, "before_cursor_execute", _names(prefix), retval=True)
+    return place
+
+
+@cache
+def _names(prefix: str) -> Callable[..., tuple[str, Any]]:
+    def name(
+        connection: Any, cursor: Any, statement: str, parameters: Any, context: Any, many: bool
+    ) -> tuple[str, Any]:
+        return _TABLE_NAMES.sub(prefix, statement), parameters
+
+    return name
+
+
+@contextmanager
+def tables_named(connection: Connection, prefix: str) -> Iterator[None]:
+    """Let *connection*, which is the user's, name our tables with *prefix* in a ``with`` block."""
+    naming_tables(connection, prefix)
+    try:
+        yield
+    finally:
+        if prefix != TABLE_PREFIX:
+            event.remove(connection, "before_cursor_execute", _names(prefix))
 
 
 def _of_servers(place: URL) -> dict[str, Any]:
@@ -174,11 +217,12 @@ def _identity(file: Path) -> tuple[int, int] | None:
 class Database(ABC):
     """A thread-safe connection pool for a database; creates missing tables on first use."""
 
-    tables: ClassVar[MetaData]
+    tables: MetaData
 
     def __init__(self, url: str, *, setting: str, engine: Engine | None = None) -> None:
         self.url = url
         self.where = without_password(url)
+        self.table_prefix = table_prefix_of(url) or TABLE_PREFIX
         self.engine = engine or engine_of(url, setting=setting)
         #: True once the tables were created or found.
         self.is_ready = False

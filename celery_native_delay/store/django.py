@@ -8,17 +8,20 @@ from time import sleep
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
+from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 from django.db import DataError, Error, IntegrityError, OperationalError, connections, transaction
 from sqlalchemy import Connection, Dialect, Engine, create_engine
 from sqlalchemy.pool import NullPool
 
-from ..errors import CannotDelay, StoreUnavailable, UnsupportedBroker
+from ..errors import CannotDelay, SettingsError, StoreUnavailable, UnsupportedBroker
 from ..per_process import in_forked_children
+from ..records.database import naming_tables
+from ..urls import EXPECTED_TABLE_PREFIX, TABLE_PREFIX, is_table_prefix
 from ..within import Within, before_commit
 from .joined import UsersTransaction, is_outside
 from .sql import SqlStore
-from .sql_table import SCHEMA
+from .sql_table import schema
 
 T = TypeVar("T")
 
@@ -67,6 +70,8 @@ class DjangoStore(SqlStore):
             )
         engine = _engine_for(connections[self.alias])
         super().__init__(url, namespace, timeout_seconds=timeout_seconds, engine=engine)
+        self.table_prefix = table_prefix()
+        self.tables = schema(self.table_prefix)
         # Django's connections belong to their threads, and have time limits of their own.
         self._within = None
         self._apart = Within(timeout_seconds, rolls_back=True)
@@ -173,14 +178,15 @@ class DjangoStore(SqlStore):
                     names = connections[self.alias].introspection.table_names(cursor)
             except Error as exc:
                 raise self._unavailable(str(exc)) from exc
-            self.is_ready = {table.name for table in SCHEMA} <= set(names)
+            self.is_ready = set(self.tables.tables) <= set(names)
         return self.is_ready
 
     def _check_made(self) -> None:
         if not self.is_made():
             raise StoreUnavailable(
-                f"{self.where} has no tables of this package: add 'celery_native_delay.django' to "
-                f"INSTALLED_APPS, and run `python manage.py migrate --database {self.alias}`"
+                f"{self.where} has no tables {' and '.join(self.tables.tables)}: add "
+                f"'celery_native_delay.django' to INSTALLED_APPS, and run `python manage.py "
+                f"migrate --database {self.alias}`"
             )
 
 
@@ -200,7 +206,19 @@ def _engine_for(connection: Any) -> Engine:
         )
     # Django's cursors expect "%s" on SQLite, too.
     style = {"paramstyle": "format"} if connection.vendor == "sqlite" else {}
-    return create_engine(f"{_DIALECTS[module]}://", poolclass=NullPool, **style)
+    engine = create_engine(f"{_DIALECTS[module]}://", poolclass=NullPool, **style)
+    return naming_tables(engine, table_prefix())
+
+
+def table_prefix() -> str:
+    """Return Django's setting DELAY_TABLE_PREFIX. Raises SettingsError if it is invalid."""
+    found = getattr(settings, "DELAY_TABLE_PREFIX", TABLE_PREFIX)
+    if not is_table_prefix(found):
+        raise SettingsError(
+            f"expected DELAY_TABLE_PREFIX in Django's settings to have "
+            f"{EXPECTED_TABLE_PREFIX}, got {found!r}"
+        )
+    return str(found)
 
 
 def dialect_of(connection: Any) -> Dialect:

@@ -10,7 +10,9 @@ from sqlalchemy import Connection, event
 from sqlalchemy.orm import Session
 
 from ..errors import CannotDelay
+from ..records.database import table_name, tables_named
 from .joined import UsersTransaction, outside_transaction
+from .sql_table import TASKS
 
 T = TypeVar("T")
 
@@ -18,8 +20,8 @@ T = TypeVar("T")
 class SessionTransaction(UsersTransaction):
     """The transaction of a Session, an AsyncSession or a Connection."""
 
-    def __init__(self, session: Any, dialect: str, table: str) -> None:
-        """*dialect* and *table* are the kind of the store's database, and a table of the store."""
+    def __init__(self, session: Any, dialect: str, table_prefix: str) -> None:
+        """*dialect* is the kind of the store's database; its tables begin with *table_prefix*."""
         super().__init__()
         self._session = getattr(session, "sync_session", session)
         if not isinstance(self._session, Session | Connection):
@@ -29,10 +31,13 @@ class SessionTransaction(UsersTransaction):
             )
         #: Calls that follow the commit. After a rollback they do no harm.
         self._calls: list[Callable[[], object]] = []
-        self._check(dialect, table)
+        self._table_prefix = table_prefix
+        self._check(dialect, table_name(table_prefix, TASKS.name))
 
     def do(self, work: Callable[[Any], T]) -> T:
-        return work(self._connection())
+        connection = self._connection()
+        with tables_named(connection, self._table_prefix):
+            return work(connection)
 
     def after_commit(self, call: Callable[[], object]) -> None:
         if not self._calls or self._calls[-1] != call:

@@ -53,12 +53,11 @@ from .sql_table import (
     CANCELLED,
     CANCELLED_AND_TAKEN,
     LISTED,
-    METADATA,
     PARKED,
-    SCHEMA,
     TAKEN,
     TASKS,
     WAITING,
+    schema,
     short_id,
 )
 from .sql_tasks import SqlTasks
@@ -148,13 +147,12 @@ _MOST_REFUSALS = 30_000
 class SqlStore(Database, Store):
     """The waiting tasks of one namespace in a database."""
 
-    tables = METADATA
-
     def __init__(
         self, url: str, namespace: str, *, timeout_seconds: float, engine: Engine | None = None
     ) -> None:
         Store.__init__(self)
         super().__init__(url, setting="native_delay_store", engine=engine)
+        self.tables = schema(self.table_prefix)
         self._use(namespace)
         self.is_file = self.engine.dialect.name == "sqlite"
         self.look_seconds = 0.05 if self.is_file else 0.25
@@ -194,10 +192,6 @@ class SqlStore(Database, Store):
         if not self.is_ready:
             self.do(lambda connection: None)
 
-    def make_tables(self) -> None:
-        super().make_tables()
-        self.state.tables.create_all(self.engine)
-
     def close(self) -> None:
         self.engine.dispose()
 
@@ -209,7 +203,7 @@ class SqlStore(Database, Store):
     @contextmanager
     def joining(self, session: Any) -> Iterator[None]:
         self.prepare()
-        transaction = SessionTransaction(session, self.engine.dialect.name, TASKS.name)
+        transaction = SessionTransaction(session, self.engine.dialect.name, self.table_prefix)
         with joined(self, transaction), transaction.watched():
             yield
 
@@ -446,7 +440,7 @@ class SqlStore(Database, Store):
         def found() -> bool:
             with self.explained(), self.engine.connect() as connection:
                 seen = inspect(connection)
-                return all(seen.has_table(table.name) for table in SCHEMA)
+                return all(seen.has_table(name) for name in self.tables.tables)
 
         return self._in_time(found)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from sqlalchemy import (
     BigInteger,
     Column,
@@ -14,6 +16,7 @@ from sqlalchemy import (
     Text,
 )
 
+from ..records.database import table_name
 from ..records.sql import LONG_TEXT, RECORDS, TABLE_OPTIONS
 from ..texts import digest_of, storable
 
@@ -51,10 +54,17 @@ TASKS = Table(
     **TABLE_OPTIONS,
 )
 
-#: All tables of a store.
-SCHEMA = [TASKS, RECORDS]
-
 LISTED = TASKS.c.state.in_((WAITING, PARKED))
+
+
+def schema(prefix: str) -> MetaData:
+    """Return all tables of a store, whose names and indexes begin with *prefix*."""
+    found = MetaData()
+    for table in (TASKS, RECORDS):
+        named: Any = table.to_metadata(found, name=table_name(prefix, table.name))
+        for index in named.indexes:
+            index.name = table_name(prefix, index.name)
+    return found
 
 
 def short_id(task_id: str) -> str:

@@ -20,13 +20,14 @@ from celery.contrib.django.task import DjangoTask
 from celery.signals import before_task_publish
 from kombu import Connection
 from kombu.exceptions import OperationalError
-from sqlalchemy import Column, Integer, MetaData, Table, create_engine, make_url
+from sqlalchemy import Column, Integer, MetaData, Table, create_engine, inspect, make_url, text
 from sqlalchemy.orm import Session
 
 from celery_native_delay import (
     CannotDelay,
     Delay,
     NoStore,
+    SettingsError,
     StoreUnavailable,
     in_transaction,
     install,
@@ -328,6 +329,75 @@ def test_sqlalchemys_transaction_sends_tasks_too(
     send(app, 8)
     assert sent(app) == ["order-8"]
     engine.dispose()
+
+
+@pytest.fixture
+def renamed(migrated: Any) -> Iterator[None]:
+    """The tables of the database begin with "shop_delay_"."""
+    from django.core.management import call_command
+    from django.test import override_settings
+
+    def migrate(name: str) -> None:
+        call_command("migrate", "native_delay", name, database="shop", verbosity=0)
+
+    migrate("zero")
+    with override_settings(DELAY_TABLE_PREFIX="shop_delay_"):
+        migrate("0001")
+        yield
+        migrate("zero")
+    migrate("0001")
+
+
+@on_one_version
+@pytest.mark.rabbitmq
+def test_the_names_of_tables_begin_as_djangos_setting_or_the_url_says(
+    app: Celery, database_url: str, renamed: None, atomic: Any
+) -> None:
+    for number in (1, 2):
+        with suppress(ZeroDivisionError), atomic():
+            send(app, number)
+            send(app, number + 10, countdown=HOUR_SECONDS)
+            1 // (number - 1)
+    assert (sent(app), waiting(app)) == (["order-2"], ["order-12"])
+    engine = create_engine(database_url)
+    tables = {name for name in inspect(engine).get_table_names() if "delay_" in name}
+    assert tables == {"shop_delay_task", "shop_delay_record"}
+    mark = "&" if "?" in database_url else "?"
+    install(app, store=f"{database_url}{mark}native_delay_prefix=shop_delay_")
+    for number, end in ((3, "rollback"), (4, "commit")):
+        with Session(engine) as session, in_transaction(app, session):
+            send(app, number)
+            send(app, number + 10, countdown=HOUR_SECONDS)
+            getattr(session, end)()
+    assert (sent(app), waiting(app)) == (["order-4"], ["order-12", "order-14"])
+    with engine.connect() as connection, connection.begin():  # it is the user's again
+        assert (
+            connection.execute(text("SELECT 'native_delay_task'")).scalar() == "native_delay_task"
+        )
+    install(app, store=f"{database_url}{mark}native_delay_prefix=other_")
+    with (
+        create_engine("sqlite://").connect() as connection,
+        pytest.raises(CannotDelay, match="no table other_task"),
+        in_transaction(app, connection),
+    ):
+        send(app, 5)
+    engine.dispose()
+
+
+@on_one_version
+@pytest.mark.rabbitmq
+def test_a_bad_prefix_in_djangos_settings_is_refused(
+    app: Celery, migrated: Any, atomic: Any
+) -> None:
+    from django.test import override_settings
+
+    with (
+        override_settings(DELAY_TABLE_PREFIX="Shop"),
+        atomic(),
+        pytest.raises(SettingsError, match=r"a-z, 0-9 and _, .* got 'Shop'"),
+    ):
+        send(app, 1, countdown=HOUR_SECONDS)
+    assert sent(app) == []
 
 
 @on_one_version

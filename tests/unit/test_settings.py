@@ -86,6 +86,10 @@ def test_values_that_are_accepted(name: str, value: Any) -> None:
 
 
 NAMESPACE = "1 to 64 letters, digits, _, - or inner dots"
+PREFIX = (
+    "the URL of a database whose native_delay_prefix has 1 to 50 of the characters a-z, 0-9 and _, "
+    'and no digit at its beginning; for "django", set DELAY_TABLE_PREFIX in Django\'s settings'
+)
 TASKS = 'a list of task names such as ["shop.remind", "billing.*"]'
 
 
@@ -118,6 +122,10 @@ TASKS = 'a list of task names such as ["shop.remind", "billing.*"]'
         ("store", "stream", STORE),
         ("store", "amqp://", STORE),
         ("store", "redis://store:many", STORE),
+        ("store", "redis://store?native_delay_prefix=shop_", PREFIX),
+        ("store", "django?native_delay_prefix=shop_", PREFIX),
+        ("store", "sqlite:////a.db?native_delay_prefix=Shop-", PREFIX),
+        ("store", f"mysql://db/shop?native_delay_prefix={'a' * 51}", PREFIX),
         ("store_tasks", "shop.*", TASKS),
         ("once", [""], TASKS),
         ("once_days", 0, "days above 0, and at most 3660"),

@@ -18,7 +18,7 @@ from celery_native_delay.records.database import engine_of
 from celery_native_delay.records.sql import METADATA as RECORDS_METADATA
 from celery_native_delay.settings import DelaySettings
 from celery_native_delay.store.opened import store_of
-from celery_native_delay.store.sql_table import METADATA
+from celery_native_delay.store.sql_table import METADATA, schema
 from celery_native_delay.urls import without_password
 
 # ---- URLs --------------------------------------------------------------------------------------
@@ -75,6 +75,15 @@ FROZEN = {"store": METADATA, "records": RECORDS_METADATA}
 def test_tables_are_frozen(name: str, tables: MetaData, dialect: Dialect) -> None:
     """Databases in production have these tables. To change one, add a version or a table."""
     assert declared(tables, dialect) == golden(name, dialect).read_text()
+
+
+@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
+def test_with_a_prefix_the_tables_have_other_names_and_nothing_else_differs(
+    dialect: Dialect,
+) -> None:
+    texts = "".join(golden(name, dialect).read_text() for name in ("records", "store"))
+    expected = texts.replace("native_delay_", "shop_delay_")
+    assert declared(schema("shop_delay_"), dialect) == expected
 
 
 def golden(name: str, dialect: Dialect) -> Path:
