@@ -110,15 +110,75 @@ def test_schedules_of_django_celery_beat_run_as_shown(site: Path) -> None:
     assert "Ran 5 tests" in manage(site, "manage.py", "test")
 
 
+DJANGO6_VIEWS = """\
+from .reviews import ask_in_a_week
+
+
+@require_POST
+def ask(request):
+    return JsonResponse({"id": ask_in_a_week(request.POST["email"]).id})
+
+
+@require_POST
+def cancel_review(request, task_id):
+    return JsonResponse({"cancelled": bool(delay.cancel(task_id))})
+
+
+def waiting_reviews(request):
+    reviews = delay.ls("name:orders.reviews.ask_for_review")
+    return JsonResponse({"waiting": [[each.id, each.due] for each in reviews]})
+"""
+
+DJANGO6_URLS = """\
+urlpatterns += [
+    path("reviews/", views.waiting_reviews),
+    path("reviews/ask/", views.ask),
+    path("reviews/<str:task_id>/cancel/", views.cancel_review),
+]
+"""
+
+DJANGO6_TESTS = """\
+from celery_native_delay.clock import Clock
+from django.core import mail
+from django.test import TestCase
+
+from shop.celery import app
+
+
+class ReviewTest(TestCase):
+    def setUp(self):
+        self.clock = self.enterContext(Clock(app))
+
+    def ask(self):
+        return self.client.post("/reviews/ask/", {"email": "ada@example.com"}).json()["id"]
+
+    def test_a_review_is_asked_for_after_a_week(self):
+        self.ask()
+        self.clock.advance(days=6)
+        self.assertEqual(mail.outbox, [])
+        self.clock.advance(days=1)
+        self.assertEqual(mail.outbox[0].subject, "How was your order?")
+
+    def test_a_task_of_django_is_listed_and_cancelled(self):
+        task_id = self.ask()
+        ((listed, _),) = self.client.get("/reviews/").json()["waiting"]
+        self.assertEqual(listed, task_id)
+        answer = self.client.post(f"/reviews/{task_id}/cancel/")
+        self.assertEqual(answer.json(), {"cancelled": True})
+        self.clock.advance(days=7)
+        self.assertEqual(mail.outbox, [])
+"""
+
+
 @pytest.mark.skipif(django.VERSION < (6,), reason="Django 6 has tasks, and needs Python 3.12")
 def test_tasks_of_django_6_wait_as_shown(site: Path) -> None:
     pytest.importorskip("django_tasks_celery")
     add(site / "shop/settings.py", only("django6-settings").text)
-    add(site / "shop/urls.py", only("django6-urls").text)
-    add(site / "orders/views.py", only("django6-views").text)
+    add(site / "shop/urls.py", DJANGO6_URLS)
+    add(site / "orders/views.py", DJANGO6_VIEWS)
     add(site / "orders/tasks.py", "from . import reviews\n")
     (site / "orders/reviews.py").write_text(only("django6-task").text)
-    (site / "orders/test_reviews.py").write_text(only("django6-tests").text)
+    (site / "orders/test_reviews.py").write_text(DJANGO6_TESTS)
     assert "Ran 6 tests" in manage(site, "manage.py", "test")
 
 
