@@ -1,4 +1,4 @@
-"""Measure sending many delayed tasks: in a loop, with or without confirms, and by ``bulk(app)``."""
+"""Measure sending many delayed tasks: in a loop, and by ``bulk(app)``."""
 
 from __future__ import annotations
 
@@ -73,9 +73,6 @@ def run(bench: Bench) -> Result:
             return app
 
         ways = {
-            "off": Variant(
-                "apply_async loop, unconfirmed", loop, _loop(app_with(confirm_publish=False))
-            ),
             "wait": Variant("apply_async loop, each waits", loop, _loop(app_with())),
             "bulk": Variant("bulk(app)", many, _bulk(app_with())),
             "seen": Variant("bulk(app), tasks are seen", loop, _seen(app_with())),
@@ -202,7 +199,7 @@ def conclude(ways: dict[str, Variant], rounds: int) -> Result:
     result = Result(
         "Many delayed tasks at once",
         f"{rounds} rounds; in each round every variant sends its tasks, in random order. A variant "
-        f"ends when the broker has confirmed its last task, except the unconfirmed loop. The "
+        f"ends when the broker has confirmed its last task. The "
         f"window is {WINDOW:,} publishes. CPU is the client's. The template path alone gets ids, "
         f"reprs and body ready-made; bulk(app) makes them. Bare py-amqp sends one task's message "
         f"repeatedly. Brokers and client share the machine's processors. Redis has an append-only "

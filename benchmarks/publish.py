@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from time import perf_counter, process_time, sleep
+from time import perf_counter, process_time
 
 from matplotlib.figure import Figure
 
@@ -20,8 +20,6 @@ BLOCK = 50
 """The number of consecutive publishes of one variant."""
 WARM_UP = 100
 COUNTDOWN_SECONDS = 60
-CATCH_UP_SECONDS = 0.05
-"""Seconds for the broker to finish its work after a block of publishes without confirms."""
 
 
 @dataclass
@@ -31,18 +29,11 @@ class Variant:
     key: str
     label: str
     method: str
-    confirm: bool = False
     countdown: float | None = COUNTDOWN_SECONDS
-    settings: dict[str, str] = field(default_factory=dict)
     blocks: list[list[float]] = field(default_factory=list)
     """The seconds of each publish, by block."""
     cpu_seconds: list[float] = field(default_factory=list)
     """The CPU seconds of this process per publish, by block."""
-
-    @property
-    def waits(self) -> bool:
-        """True if each publish waits for the broker's confirm."""
-        return self.confirm or (self.method == "ours" and not self.settings)
 
     @property
     def seconds(self) -> list[float]:
@@ -52,17 +43,8 @@ class Variant:
 def variants() -> list[Variant]:
     return [
         Variant("ours", "ours, countdown=60", "ours"),
-        Variant("now", "immediate, confirmed", "celery", confirm=True, countdown=None),
-        Variant("celery", "(b) Celery's own, confirmed", "celery", confirm=True),
-        Variant(
-            "ours off",
-            "ours, confirm_publish off",
-            "ours",
-            settings={"confirm_publish": False},
-        ),
-        Variant("now off", "immediate, unconfirmed", "celery", countdown=None),
-        Variant("celery off", "(b) Celery's own, unconfirmed", "celery"),
-        Variant("held off", "(a) worker-held ETA, unconfirmed", "held"),
+        Variant("now", "immediate, confirmed", "celery", countdown=None),
+        Variant("celery", "(b) Celery's own, confirmed", "celery"),
     ]
 
 
@@ -73,7 +55,7 @@ def run(bench: Bench) -> Result:
         send = {}
         for way in ways:
             url = stack.enter_context(bench.vhost())
-            app = make_app(way.method, url, confirm=way.confirm, **way.settings)
+            app = make_app(way.method, url, confirm=way.method == "celery")
             stack.callback(app.close)
             declare_for(way.method, app)
             # Celery knows the level exchange of method (b), so the measured publishes declare
@@ -84,16 +66,12 @@ def run(bench: Bench) -> Result:
         order = random.Random(1)
         gc.disable()
         stack.callback(gc.enable)
-        for waits in (True, False):
-            group = [way for way in ways if way.waits is waits]
-            with bench.progress(f"publish, {'' if waits else 'un'}confirmed", rounds) as done:
-                for number in range(rounds):
-                    for way in order.sample(group, len(group)):
-                        gc.collect()
-                        measure(way, send[way.key])
-                        if not waits:
-                            sleep(CATCH_UP_SECONDS)
-                    done(number + 1)
+        with bench.progress("publish", rounds) as done:
+            for number in range(rounds):
+                for way in order.sample(ways, len(ways)):
+                    gc.collect()
+                    measure(way, send[way.key])
+                done(number + 1)
     return conclude(ways, rounds)
 
 
@@ -114,10 +92,10 @@ def conclude(ways: list[Variant], rounds: int) -> Result:
     result = Result(
         "Client cost of a publish",
         f"apply_async() of a task with one argument, in one process and thread. Each variant has "
-        f"its own virtual host. {rounds} rounds with the confirmed variants, then {rounds} rounds "
-        f"with the unconfirmed ones. In each round every variant publishes {BLOCK} times, in "
-        f"random order. Ratios are ratios of medians; the brackets have the middle half of the "
-        f"ratios of single rounds. CPU is the client's CPU time per publish.",
+        f"its own virtual host, and each publish waits for the broker's confirm. In each of "
+        f"{rounds} rounds every variant publishes {BLOCK} times, in random order. Ratios are "
+        f"ratios of medians; the brackets have the middle half of the ratios of single rounds. "
+        f"CPU is the client's CPU time per publish.",
     )
     for way in ways:
         result.rows.append(
@@ -125,7 +103,7 @@ def conclude(ways: list[Variant], rounds: int) -> Result:
                 "variant": way.label,
                 **percentile_columns(way.seconds, "µs"),
                 "CPU µs": median(way.cpu_seconds) * 1e6,
-                "ours : this": _ratio_text(by_key["ours" if way.waits else "ours off"], way),
+                "ours : this": _ratio_text(by_key["ours"], way),
             }
         )
         result.series[way.label] = quartiles(seconds * 1e6 for seconds in way.seconds)
@@ -141,10 +119,7 @@ def conclude(ways: list[Variant], rounds: int) -> Result:
     cpu = {way.key: median(way.cpu_seconds) for way in ways}
     result.notes.append(
         f"CPU of the client, ours : immediate {cpu['ours'] / cpu['now']:.2f}, ours : (b) "
-        f"{cpu['ours'] / cpu['celery']:.2f}. Without confirms "
-        f"the client does not wait for the broker, so its own time dominates: ours : immediate "
-        f"{ratio(by_key['ours off'], by_key['now off']):.2f}, ours : (b) "
-        f"{ratio(by_key['ours off'], by_key['celery off']):.2f}."
+        f"{cpu['ours'] / cpu['celery']:.2f}."
     )
     return result
 

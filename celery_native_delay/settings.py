@@ -43,8 +43,22 @@ DRAIN: Literal["drain"] = "drain"
 
 AnyRate = Rate | str | Mapping[str, Any]
 Names = tuple[str, ...] | list[str] | set[str] | frozenset[str]
+OnceNames = Names | Mapping[str, float] | tuple[tuple[str, float], ...]
 
 _PREFIX = "native_delay_"
+
+#: Days that a worker remembers a success of a task that is *once*.
+ONCE_DAYS = 7.0
+
+#: What to write instead of a setting of an earlier version.
+_FORMER = {
+    "confirm_publish": "every delayed publish waits for its confirm",
+    "confirm_timeout_seconds": "pass confirm_timeout=SECONDS to apply_async, which is 30 without",
+    "landing_exchanges": "name the exchanges in native_delay_landing",
+    "landing_queues": "name the queues in native_delay_landing",
+    "once_days": 'give native_delay_once the days, such as {"billing.*": 30}',
+    "schedules_version": 'give native_delay_schedules the release, such as "2026-11-23"',
+}
 
 _NAMESPACE = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 _NAMESPACE_BYTES = 64
@@ -97,24 +111,15 @@ class DelaySettings:
     levels: int = 31
     resolution: float = 0.125
     fused_bits: int = 15
-    confirm_publish: bool = True
-    """If on, each publish of a delayed message waits for RabbitMQ's confirm. If off, as in Celery,
-    the producer does not notice a lost message. Default: True."""
-    confirm_timeout_seconds: float = 30.0
-    """Seconds that a publish waits for RabbitMQ to take and confirm a delayed message. Then the
-    publish raises ``NotConfirmed``, for example during a memory alarm. Default: 30."""
     declare: bool = True
     """If off, this package declares, binds and deletes nothing on RabbitMQ, and raises
     ``NotDeclared`` if a queue, exchange or binding is missing. `celery -A PROJ delay export` writes
     all declarations for other tools. Default: True."""
-    landing_exchanges: tuple[str, ...] = ()
-    """Names of exchanges to which consumers without this package bind queues. A due message for one
-    of these exchanges goes to a queue of this package, which dead-letters the message to the
-    exchange. Default: none."""
-    landing_queues: tuple[str, ...] = ()
-    """Names of queues that may be full and then refuse messages. ``*`` stands for any characters. A
-    due message for one of these queues goes to a queue of this package, so that a full queue delays
-    only its own tasks. Default: none."""
+    landing: tuple[str, ...] = ()
+    """Names of exchanges to which consumers without this package bind queues, and of queues that
+    may be full and then refuse messages. A due message for one of these goes to a queue of this
+    package, which dead-letters the message there. A full queue then delays only its own tasks. A
+    name with ``*``, for any characters, is of queues only. Default: none."""
     management_url: str | None = None
     """URL of RabbitMQ's management API, ``http://user:password@host:15672``. Only ``doctor``,
     ``verify``, ``status`` and a worker's check of policies read this API. Default: None, the
@@ -132,11 +137,11 @@ class DelaySettings:
     """Names of the tasks that wait in the store, with ``*`` for any text. Other tasks wait in the
     broker. Tasks with a key or a rate limit, and periodic tasks, always wait in the store.
     Default: ``("*",)``, all tasks."""
-    once: tuple[str, ...] = ()
+    once: OnceNames = ()
     """Names of the tasks that run a single time, with ``*`` for any text: a second delivery of the
-    same task and retry is acknowledged and not run. Needs a store. Default: none."""
-    once_days: float = 7.0
-    """Days that a worker remembers a success of a task that is *once*. Default: 7."""
+    same task and retry is acknowledged and not run. Needs a store. A dict such as
+    ``{"billing.*": 30, "*": 1}`` also says for how many days a success is remembered. The first
+    name that fits counts. Default: none; the days of a name without them are 7."""
     store_transactions: bool = True
     """If on, and the store is Django's database, a task that is sent in ``transaction.atomic`` is
     sent if, and only if, the transaction commits. Default: True."""
@@ -157,20 +162,19 @@ class DelaySettings:
     ``Throttle`` and ``Unique``. ``apply_async`` then debounces, throttles or makes unique each call
     of the task. Default: none."""
 
-    schedules: bool = False
+    schedules: bool | int | str = False
     """If on, periodic tasks such as those of ``beat_schedule`` are delayed tasks, and no ``celery
-    beat`` is needed. Needs *store* beside RabbitMQ, SQS and pgmq. Default: False."""
-    schedules_version: int | str | None = None
-    """Release of the app's ``beat_schedule``: a number, or a date such as ``"2026-11-23"``. If
-    workers have different schedules, the schedule of the highest release is valid. Of equal
-    releases, the schedule of the worker that started last is valid. Default: None, which is
-    lower than any release."""
+    beat`` is needed. Needs *store* beside RabbitMQ, SQS and pgmq. Instead of True, you can give the
+    release of the app's ``beat_schedule``: a number, or a date such as ``"2026-11-23"``. If workers
+    have different schedules, the schedule of the highest release is valid. Of equal releases, the
+    schedule of the worker that started last is valid. True is lower than any release. Default:
+    False."""
     schedules_catch_up: Literal["one", "none", "all"] = "one"
     """Number of runs of a periodic task for its due times that passed while no worker ran: "one",
     "none", or "all" (at most 100). Default: "one"."""
 
     def __post_init__(self) -> None:
-        for name in ("landing_exchanges", "landing_queues", "rates", "store_tasks", "once", "keys"):
+        for name in ("landing", "rates", "store_tasks", "once", "keys"):
             object.__setattr__(self, name, _normal(name, getattr(self, name)))
         for name in _names():
             _check(name, getattr(self, name))
@@ -203,7 +207,24 @@ class DelaySettings:
 
     def is_once(self, task: str) -> bool:
         """Return True if the setting *once* names the task."""
-        return any(fnmatchcase(task, pattern) for pattern in self.once)
+        return self._days_of_once(task) is not None
+
+    def once_days(self, task: str) -> float:
+        """Return for how many days a success of a task of this name is remembered."""
+        return self._days_of_once(task) or ONCE_DAYS
+
+    def _days_of_once(self, task: str) -> float | None:
+        pairs: Any = self.once
+        return next((days for pattern, days in pairs if fnmatchcase(task, pattern)), None)
+
+    def lands(self, queue: str) -> bool:
+        """Return True if the setting *landing* names the queue."""
+        return any(fnmatchcase(queue, pattern) for pattern in self.landing)
+
+    @property
+    def schedules_version(self) -> int | str | None:
+        """The release of the app's ``beat_schedule``; None without one."""
+        return None if isinstance(self.schedules, bool) else self.schedules
 
     @property
     def is_all_in_store(self) -> bool:
@@ -243,23 +264,18 @@ class InstallKeywords(TypedDict, total=False):
 
     enabled: bool | Literal["drain"]
     namespace: str
-    confirm_publish: bool
-    confirm_timeout_seconds: float
     declare: bool
-    landing_exchanges: Names
-    landing_queues: Names
+    landing: Names
     management_url: str | None
     store: str | None
     store_tasks: Names
-    once: Names
-    once_days: float
+    once: OnceNames
     store_transactions: bool
     store_timeout_seconds: float
     telemetry: str | None
     rates: Mapping[str, AnyRate | Sequence[AnyRate]]
     keys: Mapping[str, DeclaredKey]
-    schedules: bool
-    schedules_version: int | str | None
+    schedules: bool | int | str
     schedules_catch_up: Literal["one", "none", "all"]
 
 
@@ -272,6 +288,8 @@ def check_settings(values: Mapping[str, Any]) -> None:
             raise SettingsError(
                 f"expected settings without their prefix here, got {name}: write {bare}={shown}"
             )
+        if bare in _FORMER:
+            raise SettingsError(f"there is no setting native_delay_{bare}: {_FORMER[bare]}")
         if name not in _names():
             close = get_close_matches(bare, setting_names(), n=1)
             known = ", ".join(f"{_PREFIX}{name}" for name in setting_names())
@@ -290,9 +308,12 @@ def _names() -> list[str]:
 
 
 def _normal(name: str, value: Any) -> Any:
-    is_list = name.startswith("landing_") or name in ("store_tasks", "once")
-    if is_list and isinstance(value, list | set | frozenset):
-        return tuple(value if isinstance(value, list) else sorted(value, key=str))
+    if name in ("landing", "store_tasks", "once") and isinstance(value, list | set | frozenset):
+        value = tuple(value if isinstance(value, list) else sorted(value, key=str))
+    if name == "once" and isinstance(value, Mapping):
+        return tuple(value.items())
+    if name == "once" and isinstance(value, tuple):
+        return tuple((each, ONCE_DAYS) if isinstance(each, str) else each for each in value)
     if name == "rates" and isinstance(value, Mapping):
         try:
             return tuple((task, named(task, its)) for task, its in sorted(value.items(), key=str))
@@ -318,26 +339,35 @@ def _rule(name: str, value: Any) -> tuple[bool, str]:
     match name:
         case "enabled":
             return isinstance(value, bool) or value == DRAIN, f'True, False or "{DRAIN}"'
-        case "confirm_publish" | "declare" | "schedules" | "store_transactions":
+        case "declare" | "store_transactions":
             return isinstance(value, bool), "True or False"
         case "namespace":
             fits = is_text and _NAMESPACE.fullmatch(value) and len(value) <= _NAMESPACE_BYTES
             return bool(fits), f"1 to {_NAMESPACE_BYTES} letters, digits, _, - or inner dots"
         case "levels" | "resolution" | "fused_bits":
             return True, ""
-        case "confirm_timeout_seconds":
-            return _is_number(value) and 0 < value < 86_400, "seconds above 0 and below a day"
         case "store":
             has_prefix = is_text and table_prefix_of(value) is not None
             expected = _EXPECTED_PREFIX if has_prefix else _EXPECTED_STORE
             return value is None or is_store_url(value), expected
-        case "once_days":
-            return _is_number(value) and 0 < value <= 3660, "days above 0, and at most 3660"
-        case "landing_exchanges" | "landing_queues" | "store_tasks" | "once":
+        case "once":
+            fits = isinstance(value, tuple) and all(
+                isinstance(pair, tuple)
+                and len(pair) == 2
+                and isinstance(pair[0], str)
+                and pair[0]
+                and _is_number(pair[1])
+                and 0 < pair[1] <= 3660
+                for pair in value
+            )
+            return fits, (
+                'a list of task names such as ["shop.remind", "billing.*"], or a dict of days '
+                'above 0, and at most 3660, such as {"billing.*": 30}'
+            )
+        case "landing" | "store_tasks":
             fits = isinstance(value, tuple) and all(isinstance(v, str) and v for v in value)
-            landing = f"a list of {name[8:-1]} names"
             tasks = 'a list of task names such as ["shop.remind", "billing.*"]'
-            return fits, landing if name.startswith("landing_") else tasks
+            return fits, "a list of exchange and queue names" if name == "landing" else tasks
         case "store_timeout_seconds":
             return _is_number(value) and 0 < value <= 3600, "seconds above 0, and at most 3600"
         case "telemetry":
@@ -359,9 +389,9 @@ def _rule(name: str, value: Any) -> tuple[bool, str]:
                 for task, key in value
             )
             return fits, 'a dict such as {"shop.reindex": Debounce(key="user", seconds=5)}'
-        case "schedules_version":
-            fits = value is None or is_text or (type(value) is int and value >= 0)
-            return fits, 'None, a number from 0, or a date such as "2026-11-23"'
+        case "schedules":
+            fits = isinstance(value, bool) or is_text or (type(value) is int and value > 0)
+            return fits, 'True, False, or a release: a number from 1, or "2026-11-23"'
         case "schedules_catch_up":
             return value in ("one", "none", "all"), '"one", "none" or "all"'
         case "management_url":

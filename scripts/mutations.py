@@ -75,7 +75,7 @@ MUTATIONS = [
     ),
     Mutation(
         "transports/rabbitmq/delays.py",
-        "self._settle(channel, confirm_timeout_seconds or timeout_seconds)",
+        "self._settle(self._channel, confirm_timeout_seconds)",
         "pass",
         "integration/test_publishing.py -k confirm_that_never_comes",
     ),

@@ -68,9 +68,9 @@ class Run:
 
     >>> Run("reminders-2026-11-20", app=app).cancel()  # doctest: +SKIP
 
-    The state of a run is in the store or the Redis broker, for ``native_delay_once_days`` after its
-    last task. Every method raises NoStore if there is neither, and StoreUnavailable if it does not
-    answer.
+    The state of a run is in the store or the Redis broker, for as many days after its last task as
+    ``native_delay_once`` says (7). Every method raises NoStore if there is neither, and
+    StoreUnavailable if it does not answer.
 
     Args:
         run_id: the name of the run.
@@ -195,9 +195,10 @@ def open_run(
 
 def close_run(app: Celery, run_id: str, counts: dict[str, int], last_us: int) -> None:
     """Store the numbers of one try of a run, whose last task is due at *last_us*."""
-    kept_us = round(installed(app).settings().once_days * DAY_US)
+    settings = installed(app).settings()
 
     def counted(known: RunRecord, now_us: int) -> RunRecord:
+        kept_us = round(settings.once_days(known.task) * DAY_US)
         largest = {name: max(count, getattr(known, name)) for name, count in counts.items()}
         return replace(ended(known, now_us, last_us=last_us, kept_us=kept_us), **largest)
 

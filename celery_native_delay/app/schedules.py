@@ -286,7 +286,7 @@ class Schedules:
     def publish(self) -> None:
         """Publish messages of new and changed schedule entries, and replace lost messages.
 
-        If another release of the app has a newer schedule (see ``native_delay_schedules_version``),
+        If another release of the app has a newer schedule (see ``native_delay_schedules``),
         this method only replaces lost messages.
         """
         ours = Release.of(self._settings.schedules_version, self._read_entries())

@@ -137,7 +137,6 @@ _NOT_FOR_PUBLISHING = (
     "management_url",
     "telemetry",
     "once",
-    "once_days",
     "rates",
     "keys",
 )

@@ -108,7 +108,7 @@ def settle(sender: Any = None, state: Any = None, **_: Any) -> None:
     name, token = claim
     rule = partial(rules.end, token=token)
     if state == states.SUCCESS:
-        kept_us = round(installation.settings().once_days * DAY_US)
+        kept_us = round(installation.settings().once_days(sender.name) * DAY_US)
         rule = partial(rules.ran_once, task_id=sender.request.id, kept_us=kept_us)
     leases_of(sender.app).settle(name, rule, token=token)
 

@@ -80,8 +80,7 @@ def test_two_namespaces_on_one_vhost_are_separate(
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "another namespace": {"native_delay_namespace": "other"},
-    "no confirms": {"native_delay_confirm_publish": False},
-    "a landing exchange": {"native_delay_landing_exchanges": ["shop"]},
+    "a landing exchange": {"native_delay_landing": ["shop"]},
 }
 
 

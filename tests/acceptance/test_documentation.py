@@ -414,7 +414,7 @@ def test_settings_are_taken_from_the_configuration_and_from_keywords() -> None:
     names: dict[str, Any] = {"Celery": Celery, "install": install}
     exec(only("settings-both").text, names)
     found = installation_of(names["app"]).settings()
-    assert found == DelaySettings(namespace="shop", once_days=30)
+    assert found == DelaySettings(namespace="shop", store_timeout_seconds=2)
 
 
 def test_the_documented_flower_configuration_adds_the_page(tmp_path: Path) -> None:

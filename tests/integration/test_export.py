@@ -210,10 +210,9 @@ def test_the_virtual_host_comes_from_the_url_or_the_option(tmp_path: Path) -> No
 # ---- a connection that may not declare -----------------------------------------------------
 
 
-@pytest.mark.parametrize("confirm", [True, False])
-def test_a_publish_without_levels_names_both_remedies(vhost_url: str, confirm: bool) -> None:
+def test_a_publish_without_levels_names_both_remedies(vhost_url: str) -> None:
     """It declares nothing; delays work as soon as somebody else has declared the levels."""
-    with delaying(vhost_url, declare=False, confirm_publish=confirm) as connection:
+    with delaying(vhost_url, declare=False) as connection:
         declare_queue(connection, "orders")
         with pytest.raises(NotDeclared, match=rf"{TOPOLOGY.ready_exchange} is missing") as refused:
             publish(connection, "refused", "orders", delay=1)

@@ -163,7 +163,7 @@ def test_a_queue_that_rejects_by_policy_delays_only_its_own_messages(
     mortal_rabbitmq.set_policy(vhost, "cap", "^full$", full)
     settings: dict[str, Any] = {"management_url": mortal_rabbitmq.management_url}
     if known_by == "the setting":
-        settings = {"landing_queues": ["fu*"]}
+        settings = {"landing": ["fu*"]}
     with delaying(mortal_url, **settings) as connection:
         declare_queue(connection, "full")
         delays_of(connection).prepare()

@@ -187,7 +187,6 @@ DELAY_SECONDS = DELAY_UNITS * SETTINGS["resolution"]
 WAYS = {
     "returned": ("", "returned"),  # the first: it takes a level away
     "confirmed": ("", "confirmed"),
-    "unconfirmed": ("", "unconfirmed"),
     "direct": ("billing", "é"),
     "topic": ("shop", "orders.new"),
     "landing": ("news", "any"),
@@ -256,9 +255,6 @@ class Site:
     ) -> None:
         channel = self.producers[mode].default_channel
         channel.basic_publish(sent.message(eta_in(seconds)), *WAYS[way])
-
-    def _unconfirmed(self, way: str, sent: Sent) -> None:
-        self._plainly(way, sent, way)
 
     def _returned(self, way: str, sent: Sent) -> None:
         """The message is returned: its level queue was deleted."""
@@ -352,11 +348,7 @@ def site_of(url: str, worker_url: str, store: str, *, consumer: str) -> Iterator
             return stack.enter_context(delaying(url, **options))
 
         plain = stack.enter_context(Connection(url, transport_options={"confirm_publish": True}))
-        producers = {
-            "confirmed": connection(),
-            "unconfirmed": connection(confirm_publish=False),
-            "stored": connection(store=store),
-        }
+        producers = {"confirmed": connection(), "stored": connection(store=store)}
         receiver = connection() if consumer == "installed" else stack.enter_context(Connection(url))
         worker = connection(worker_url)
         stored = producers["stored"].default_channel

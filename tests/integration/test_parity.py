@@ -75,7 +75,7 @@ class Exchange:
     name: str
     kind: str
     listed: bool = False
-    """In ``landing_exchanges``."""
+    """In ``landing``."""
 
 
 @dataclass(frozen=True)
@@ -402,7 +402,7 @@ class Site:
 @contextmanager
 def site_of(url: str, graph: Graph) -> Iterator[Site]:
     listed = tuple(exchange.name for exchange in graph.exchanges if exchange.listed)
-    options = {"landing_exchanges": listed, "fused_bits": TOPOLOGY.settings.fused_bits}
+    options = {"landing": listed, "fused_bits": TOPOLOGY.settings.fused_bits}
     with (
         delaying(url, **options) as declarer,
         delaying(url, **options) as other_producer,

@@ -30,7 +30,7 @@ from celery_native_delay import (
 from celery_native_delay.due_time import due_us
 from celery_native_delay.testing import PrivateRabbitMQ
 from celery_native_delay.transports.interface import Wait
-from celery_native_delay.transports.rabbitmq import topology
+from celery_native_delay.transports.rabbitmq import delays, topology
 from celery_native_delay.transports.rabbitmq.channels import WindowChannel
 from celery_native_delay.transports.rabbitmq.delays import RabbitDelays
 from celery_native_delay.transports.rabbitmq.parking import rescue
@@ -177,11 +177,11 @@ def test_a_confirm_that_never_comes_raises_in_time_and_does_not_concern_the_next
         lost.append(delivery_tag)
 
     monkeypatch.setattr(WindowChannel, "_on_basic_ack", lose_the_first)
-    with delaying(vhost_url, confirm_timeout_seconds=3) as connection:
+    with delaying(vhost_url) as connection:
         delays_of(connection).prepare()
         declare_queue(connection, "orders")
         with pytest.raises(NotConfirmed, match=r"within 3 s, .* may have taken the message"):
-            publish(connection, "hello", "orders", delay=0.5, retry=True)
+            publish(connection, "hello", "orders", delay=0.5, retry=True, confirm_timeout=3)
         publish(connection, "another", "orders", delay=0.5)
     assert lost == [1, 2]
     assert sorted(bodies(arrives(vhost_url, "orders", 2))) == ["another", "hello"]
@@ -190,9 +190,10 @@ def test_a_confirm_that_never_comes_raises_in_time_and_does_not_concern_the_next
 @pytest.mark.ci
 @on_one_version
 def test_a_publish_during_a_memory_alarm_raises_in_time_and_arrives_afterwards(
-    mortal_rabbitmq: PrivateRabbitMQ, mortal_url: str
+    mortal_rabbitmq: PrivateRabbitMQ, mortal_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if the publish has to declare something first: then kombu connects again."""
+    monkeypatch.setattr(delays, "CONFIRM_SECONDS", 5)
     ctl = mortal_rabbitmq.rabbitmqctl
 
     def declared() -> bool:
@@ -203,7 +204,7 @@ def test_a_publish_during_a_memory_alarm_raises_in_time_and_arrives_afterwards(
         return False
 
     wait_until(declared)
-    with delaying(mortal_url, confirm_timeout_seconds=5) as connection:
+    with delaying(mortal_url) as connection:
         delays_of(connection).prepare()
         declare_queue(connection, "orders")
         ctl("set_vm_memory_high_watermark", "absolute", "1MB")

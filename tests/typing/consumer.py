@@ -41,13 +41,13 @@ class Shop(Celery):
 
 
 def installing() -> Shop:
-    app = install(Shop("shop", broker="amqp://"), once_days=28, store="redis://")
+    app = install(Shop("shop", broker="amqp://"), once={"shop.*": 28}, store="redis://")
     assert_type(app, Shop)
     install(app, store_tasks=["shop.remind"], rates={"shop.call_api": "100/m"}, enabled="drain")
     install(app, level=28)  # type: ignore[call-arg]
-    install(app, once_days="many")  # type: ignore[arg-type]
+    install(app, once="many")  # type: ignore[arg-type]
     install(app, schedules_catch_up="some")  # type: ignore[arg-type]
-    install(app, landing_queues="orders")  # type: ignore[arg-type]
+    install(app, landing="orders")  # type: ignore[arg-type]
     return app
 
 
@@ -111,8 +111,8 @@ def plain_kombu() -> dict[str, str]:
 
 
 def settings() -> float:
-    chosen = DelaySettings(once_days=20, namespace="shop")
-    chosen.once_days = 21  # type: ignore[misc]
+    chosen = DelaySettings(schedules=20, namespace="shop")
+    chosen.schedules = 21  # type: ignore[misc]
     assert_type(chosen.store, str | None)
     return chosen.longest_delay_seconds
 

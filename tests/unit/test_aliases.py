@@ -246,7 +246,7 @@ def test_an_option_of_another_type_is_refused(option: Any) -> None:
     [
         DelaySettings(),
         DelaySettings(levels=12),
-        DelaySettings(landing_exchanges=("news",), fused_bits=4, declare=False),
+        DelaySettings(landing=("news",), fused_bits=4, declare=False),
     ],
 )
 def test_settings_survive_the_conversion_to_an_option_and_back(wanted: DelaySettings) -> None:

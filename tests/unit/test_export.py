@@ -26,7 +26,7 @@ from celery_native_delay.transports.rabbitmq.topology import (
 
 GOLDEN = Path(__file__).parent / "golden" / "export.json"
 
-SMALL: dict[str, Any] = {"levels": 6, "fused_bits": 3, "landing_exchanges": ("billing",)}
+SMALL: dict[str, Any] = {"levels": 6, "fused_bits": 3, "landing": ("billing",)}
 
 SHOP = KombuExchange("shop", type="topic")
 
@@ -131,7 +131,7 @@ def test_temporary_queues_and_exchanges_are_left_out_and_named() -> None:
 
 
 def test_a_landing_exchange_gets_a_landing_queue_and_its_marker() -> None:
-    plan = plan_of(landing_exchanges=("theirs",))
+    plan = plan_of(landing=("theirs",))
     topology = plan.topology
     names = {each.name for each in plan.surroundings if not isinstance(each, Binding)}
     assert names == {topology.landing_queue("theirs"), topology.landing_marker("theirs")}

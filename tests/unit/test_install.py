@@ -115,7 +115,7 @@ def test_transport_options_set_after_install_keep_our_option() -> None:
 
 def test_our_transport_option_is_json_and_shows_no_password() -> None:
     """`celery inspect stats` shows the transport options."""
-    app = install(plain_app(), landing_exchanges=["news"], management_url="http://u:secret@host")
+    app = install(plain_app(), landing=["news"], management_url="http://u:secret@host")
     text = json.dumps(app.connection_for_write().transport_options)
     assert "news" in text
     assert "secret" not in text
@@ -134,12 +134,12 @@ def test_equal_settings_share_a_connection_pool() -> None:
 
 class Plain:
     native_delay_levels = 12
-    native_delay_landing_exchanges = ("news",)
+    native_delay_landing = ("news",)
 
 
 class Namespaced:
     CELERY_NATIVE_DELAY_LEVELS = 12
-    CELERY_NATIVE_DELAY_LANDING_EXCHANGES = ("news",)
+    CELERY_NATIVE_DELAY_LANDING = ("news",)
     CELERY_TASK_ALWAYS_EAGER = False
 
 
@@ -161,7 +161,7 @@ def test_settings_from_a_configuration_read_before_or_after_install(
     after = plain_app()
     after.config_from_object(configuration, **options)
     install(after, **keywords)
-    expected = DelaySettings(**{"levels": 12, "landing_exchanges": ("news",), **keywords})
+    expected = DelaySettings(**{"levels": 12, "landing": ("news",), **keywords})
     assert asked_by(before) == asked_by(after) == expected
 
 

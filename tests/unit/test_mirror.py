@@ -113,7 +113,7 @@ def test_a_queue_that_may_reject_gets_a_landing_queue_in_front(
 
 def test_a_listed_queue_gets_a_landing_queue_in_front_and_loses_its_direct_binding() -> None:
     """In this order: a message between the two changes parks, and none comes twice."""
-    topology = Topology(DelaySettings(levels=2, landing_queues=["jobs", "tenant-*"]))  # type: ignore[arg-type]
+    topology = Topology(DelaySettings(levels=2, landing=["jobs", "tenant-*"]))  # type: ignore[arg-type]
     mirror = Mirror(topology)
     assert list(mirror.declarations(Mirrored("q", "", "q"))) == [Binding(DELIVERY, "q", "*.*.%.q")]
     for queue in ("jobs", "tenant-7"):

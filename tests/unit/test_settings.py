@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 from typing import Any
 
 import pytest
 
 from celery_native_delay import DelaySettings, SettingsError
-from celery_native_delay.settings import check_settings, setting_names
+from celery_native_delay.settings import _FORMER, InstallKeywords, check_settings, setting_names
 
 STORE = (
     "None, the URL of a Redis that starts with redis://, rediss:// or redis+socket://, or is "
@@ -58,21 +58,20 @@ def test_the_default_levels_reach_eight_and_a_half_years() -> None:
         ("namespace", "a"),
         ("namespace", "shop.eu-west_1"),
         ("namespace", "n" * 64),
-        ("confirm_publish", False),
         ("store", "redis+socket:///run/redis.sock"),
         ("store", "sentinel://:secret@a:26379,b:26379/shop/0"),
         ("store", "sentinel://a/shop/0?credential_provider=shop.Credentials"),
         ("store", "postgresql+psycopg://shop:secret@db/shop"),
         ("store_tasks", ["shop.remind", "billing.*"]),
         ("store_timeout_seconds", 0.5),
-        ("once", ["shop.*"]),
-        ("once_days", 30),
+        ("schedules", True),
+        ("schedules", 7),
+        ("schedules", "2026-11-23"),
         ("store", "sqlite:///delays.db"),
         ("store", "sqlite:////var/delays.db?synchronous=full"),
         ("store", "mysql+mysqldb://u:p@h/d"),
-        ("landing_exchanges", ["news"]),
-        ("landing_exchanges", ("news", "a.b")),
-        ("landing_queues", ("jobs", "tenant-*")),
+        ("landing", ["news"]),
+        ("landing", ("jobs", "tenant-*")),
         ("declare", False),
         ("management_url", "https://guest:guest@rabbit:15671"),
         ("telemetry", "/var/log/shop/telemetry"),
@@ -91,6 +90,9 @@ PREFIX = (
     'and no digit at its beginning; for "django", set DELAY_TABLE_PREFIX in Django\'s settings'
 )
 TASKS = 'a list of task names such as ["shop.remind", "billing.*"]'
+NAMES = "a list of exchange and queue names"
+ONCE = f'{TASKS}, or a dict of days above 0, and at most 3660, such as {{"billing.*": 30}}'
+SCHEDULES = 'True, False, or a release: a number from 1, or "2026-11-23"'
 
 
 @pytest.mark.parametrize(
@@ -110,12 +112,10 @@ TASKS = 'a list of task names such as ["shop.remind", "billing.*"]'
         ("namespace", "a\n", NAMESPACE),
         ("namespace", None, NAMESPACE),
         ("namespace", b"a", NAMESPACE),
-        ("confirm_publish", "window", "True or False"),
-        ("landing_exchanges", "news", "a list of exchange names"),
-        ("landing_exchanges", [1], "a list of exchange names"),
-        ("landing_exchanges", [""], "a list of exchange names"),
-        ("landing_exchanges", None, "a list of exchange names"),
-        ("landing_queues", "jobs", "a list of queue names"),
+        ("landing", "news", NAMES),
+        ("landing", [1], NAMES),
+        ("landing", [""], NAMES),
+        ("landing", None, NAMES),
         ("declare", 0, "True or False"),
         ("management_url", "rabbit:15672", "None or an http(s) URL"),
         ("management_url", 15672, "None or an http(s) URL"),
@@ -127,8 +127,14 @@ TASKS = 'a list of task names such as ["shop.remind", "billing.*"]'
         ("store", "sqlite:////a.db?native_delay_prefix=Shop-", PREFIX),
         ("store", f"mysql://db/shop?native_delay_prefix={'a' * 51}", PREFIX),
         ("store_tasks", "shop.*", TASKS),
-        ("once", [""], TASKS),
-        ("once_days", 0, "days above 0, and at most 3660"),
+        ("once", "shop.*", ONCE),
+        ("once", (("shop.*", 0),), ONCE),
+        ("once", (("", 1),), ONCE),
+        ("once", ((1, 1),), ONCE),
+        ("once", (("shop.*", "many"),), ONCE),
+        ("schedules", 0, SCHEDULES),
+        ("schedules", "", SCHEDULES),
+        ("schedules", None, SCHEDULES),
         ("store_timeout_seconds", 0, "seconds above 0, and at most 3600"),
         ("store", True, STORE),
         ("telemetry", "", "None or the path of a folder"),
@@ -138,7 +144,7 @@ TASKS = 'a list of task names such as ["shop.remind", "billing.*"]'
 def test_the_error_for_a_bad_value_names_the_expectation_and_the_value(
     name: str, value: Any, expected: str
 ) -> None:
-    is_list = name in ("landing_exchanges", "once") and isinstance(value, list)
+    is_list = name == "landing" and isinstance(value, list)
     shown = tuple(value) if is_list else value
     text = f"expected native_delay_{name} to be {expected}, got {shown!r}"
     for refuse in (check_settings, DelaySettings.from_mapping):
@@ -155,8 +161,7 @@ def test_the_error_for_a_bad_value_names_the_expectation_and_the_value(
     [
         ("delcare", "declare"),
         ("Declare", "declare"),
-        ("confirm_publich", "confirm_publish"),
-        ("landing_exchange", "landing_exchanges"),
+        ("landings", "landing"),
     ],
 )
 def test_the_error_for_an_unknown_name_suggests_the_nearest(name: str, meant: str) -> None:
@@ -174,6 +179,43 @@ def test_the_error_for_an_unknown_name_lists_all_if_none_is_near() -> None:
         assert f"native_delay_{name}" in str(refused.value)
 
 
+@pytest.mark.parametrize("former", _FORMER)
+def test_the_error_for_a_former_setting_names_the_new_way(former: str) -> None:
+    with pytest.raises(SettingsError) as refused:
+        DelaySettings.from_mapping({former: 3})
+    assert str(refused.value) == f"there is no setting native_delay_{former}: {_FORMER[former]}"
+
+
+def test_there_are_at_most_15_settings() -> None:
+    assert len(setting_names()) <= 15
+    assert {*setting_names()} == {*InstallKeywords.__annotations__}
+
+
+@pytest.mark.parametrize(
+    ("once", "days"),
+    [
+        ([], {"shop.pay": None}),
+        (["shop.*"], {"shop.pay": 7, "mail": None}),
+        ({"shop.pay": 30, "shop.*": 1.5}, {"shop.pay": 30, "shop.mail": 1.5, "mail": None}),
+    ],
+)
+def test_once_says_which_tasks_and_for_how_many_days(
+    once: Any, days: dict[str, float | None]
+) -> None:
+    """Seven days, also for a task that is once by its decorator only."""
+    chosen = DelaySettings(once=once)
+    assert replace(chosen) == chosen
+    for task, expected in days.items():
+        assert chosen.is_once(task) == (expected is not None)
+        assert chosen.once_days(task) == (expected or 7)
+
+
+def test_schedules_may_be_the_release() -> None:
+    assert DelaySettings(schedules="2026-11-23").schedules_version == "2026-11-23"
+    assert DelaySettings(schedules=1).schedules_version == 1
+    assert DelaySettings(schedules=True).schedules_version is None
+
+
 def test_settings_cannot_be_changed() -> None:
     wanted = DelaySettings()
     with pytest.raises(FrozenInstanceError):
@@ -187,8 +229,8 @@ def test_settings_take_keywords_only() -> None:
 
 def test_equal_settings_have_equal_reprs() -> None:
     """The repr is part of kombu's pool key."""
-    as_list = DelaySettings(landing_exchanges=["a", "b"])  # type: ignore[arg-type]
-    as_tuple = DelaySettings(landing_exchanges=("a", "b"))
+    as_list = DelaySettings(landing=["a", "b"])  # type: ignore[arg-type]
+    as_tuple = DelaySettings(landing=("a", "b"))
     assert as_list == as_tuple
     assert hash(as_list) == hash(as_tuple)
     assert repr(as_list) == repr(as_tuple)
@@ -200,10 +242,10 @@ def test_the_order_of_a_set_does_not_show_in_the_repr() -> None:
     grown = set(names)
     shrunk = {*reversed(names), *map(str, range(1000))} - {*map(str, range(1000))}
     assert grown == shrunk
-    one, other = (DelaySettings(landing_exchanges=wanted) for wanted in (grown, shrunk))  # type: ignore[arg-type]
+    one, other = (DelaySettings(landing=wanted) for wanted in (grown, shrunk))  # type: ignore[arg-type]
     assert repr(one) == repr(other)
 
 
 def test_settings_survive_pickling() -> None:
-    wanted = DelaySettings(levels=12, landing_exchanges=("news",), management_url="http://rabbit")
+    wanted = DelaySettings(levels=12, landing=("news",), management_url="http://rabbit")
     assert pickle.loads(pickle.dumps(wanted)) == wanted

@@ -64,7 +64,9 @@ def blueprint(topology: Topology, queues: Sequence[Any]) -> Blueprint:
     named |= {declaration.name for declaration in own if isinstance(declaration, Exchange)}
     unlike = (*MIRRORED_TYPES, *HASHING_TYPES)
     landing = {name for name in named if mirror.types[name] not in unlike}
-    landing |= set(topology.settings.landing_exchanges)
+    # A listed name is an exchange's, unless the app only has a queue of this name.
+    theirs = {declaration.name for declaration in own if isinstance(declaration, Queue)} - named
+    landing |= {name for name in topology.settings.landing if "*" not in name} - theirs
     # A producer that may not ask for an exchange's type looks for its marker exchange.
     markers = mirror.marker_declarations(bindings, sorted(landing.union(landings)), consuming=True)
     changes = chain(*markers, *map(mirror.declarations, bindings))

@@ -19,6 +19,9 @@ from ...message import HEADER
 
 logger = logging.getLogger(__name__)
 
+#: Seconds that a publish waits for RabbitMQ to take and confirm a delayed message.
+CONFIRM_SECONDS = 30.0
+
 NACKED = "the broker refused it (basic.nack)"
 
 
@@ -71,11 +74,8 @@ class OwnChannel(amqp.Channel):  # type: ignore[misc]
         self._returned: list[Any] = []
         self.open()
 
-    def send(self, message: Any, *, timeout_seconds: float | None = None) -> None:
-        self._basic_publish(*message, timeout=timeout_seconds)
-
-    def wait_all(self, *, timeout_seconds: float | None = None) -> None:
-        """Do nothing, because this channel has no publisher confirms."""
+    def send(self, publication: Publication) -> None:
+        self._basic_publish(*publication)
 
     def take_returned(self) -> list[Any]:
         returned, self._returned = self._returned, []
@@ -150,18 +150,14 @@ class WindowChannel(OwnChannel):
     def unconfirmed(self) -> list[Any]:
         return list(self._unconfirmed.values())
 
-    def send(self, publication: Publication, *, timeout_seconds: float | None = None) -> None:
+    def send(self, publication: Publication, *, timeout_seconds: float = CONFIRM_SECONDS) -> None:
         if self.connection is None:
             raise RecoverableConnectionError("connection already closed")
         message, exchange, routing_key, mandatory = publication
         arguments = (0, exchange, routing_key, mandatory, False)
-        publish = spec.Basic.Publish, "Bssbb", arguments, message
         try:
-            if timeout_seconds is None:
-                self.send_method(*publish)
-            else:
-                with self.connection.transport.having_timeout(timeout_seconds):
-                    self.send_method(*publish)
+            with self.connection.transport.having_timeout(timeout_seconds):
+                self.send_method(spec.Basic.Publish, "Bssbb", arguments, message)
         except TimeoutError as exc:
             # Half of the message may be written, so the connection cannot be used any more.
             self.connection.transport.connected = False
@@ -194,21 +190,20 @@ class WindowChannel(OwnChannel):
                 raise TimeoutError(f"{len(self._unconfirmed)} message(s) not confirmed in time")
             self.read()
 
-    def wait_all(self, *, timeout_seconds: float | None = None) -> None:
+    def wait_all(self, *, timeout_seconds: float) -> None:
         """Wait for all confirms; raise MessageNacked if the broker nacked a message.
 
         Raises NotConfirmed after *timeout_seconds*, and then forgets the unconfirmed messages: a
         late confirm does not concern the next message.
         """
-        deadline = None if timeout_seconds is None else monotonic() + timeout_seconds
         try:
-            self.read_down_to(0, deadline=deadline)
+            self.read_down_to(0, deadline=monotonic() + timeout_seconds)
         except TimeoutError as exc:
             self._unconfirmed.clear()
             raise NotConfirmed(
                 f"expected RabbitMQ to confirm a delayed message within {timeout_seconds:g} s, got "
                 f"no answer: it may have taken the message. See its log for alarms of memory or "
-                f"disk, or raise native_delay_confirm_timeout_seconds"
+                f"disk, or publish with a longer confirm_timeout"
             ) from exc
         if self._nacked:
             self._nacked.clear()

@@ -24,7 +24,7 @@ from ...settings import DelaySettings
 from ...store.interface import Store
 from ...store.opened import store_of
 from .address import landing_address
-from .channels import OwnChannel, Publication, WindowChannel
+from .channels import CONFIRM_SECONDS, Publication, WindowChannel
 from .declaring import Declarer, broker_version, not_declared, not_permitted
 from .delivering import Deliverer, NoRoute
 from .mirror import Mirror, remember
@@ -54,8 +54,7 @@ class RabbitDelays:
         self.mirror = Mirror(self.topology, self.declarer.can_name)
         self.routes = Routes(self.mirror, self.declarer)
         self.preparation = Preparation(self.mirror, self.routes, self.declarer, refusal=refusal)
-        #: Our channels for publishing. A key is True if the channel is in confirm mode.
-        self._channels: dict[bool, OwnChannel] = {}
+        self._channel: WindowChannel | None = None
         self._deliverer = Deliverer(connection)
         #: Queues that are bound by their names. Each value is the mirror's version at that time.
         self._declared_queues: dict[str, int] = {}
@@ -101,23 +100,20 @@ class RabbitDelays:
         confirm_timeout_seconds: float | None = None,
     ) -> bool:
         """Publish a delayed message; return False, without publishing, if the message is due."""
-        confirmed = self.settings.confirm_publish
-        limit_seconds = timeout_seconds or self.settings.confirm_timeout_seconds
+        limit_seconds = timeout_seconds or CONFIRM_SECONDS
         call = getattr(publication.message, "publish_call", publication.message.properties)
         if _DELIVERY_ID not in call and not self.units(due_us, now_us=time_ns() // 1000):
             return False
         delivery_id = call.setdefault(_DELIVERY_ID, token_hex(16))
         with self._answers_within(limit_seconds):
             waiting = self.into_levels(publication, due_us=due_us, delivery_id=delivery_id)
-        if waiting is not None or confirmed:
-            self._send(
-                waiting or publication,  # which became due since the first attempt
-                confirmed=confirmed,
-                timeout_seconds=limit_seconds if confirmed else timeout_seconds,
-                confirm_timeout_seconds=confirm_timeout_seconds,
-            )
+        self._send(
+            waiting or publication,  # which became due since the first attempt
+            timeout_seconds=limit_seconds,
+            confirm_timeout_seconds=confirm_timeout_seconds or limit_seconds,
+        )
         del call[_DELIVERY_ID]
-        return waiting is not None or confirmed
+        return True
 
     @contextmanager
     def _answers_within(self, seconds: float) -> Iterator[None]:
@@ -256,26 +252,15 @@ class RabbitDelays:
         wrapped = amqp.Message(message.body, **properties)
         return Publication(wrapped, topology.entry_exchange(units), key)
 
-    def _channel(self, *, confirmed: bool) -> OwnChannel:
-        channel = self._channels.get(confirmed)
-        if channel is None or channel.connection is None:
-            kind = WindowChannel if confirmed else OwnChannel
-            channel = self._channels[confirmed] = kind(self.connection)
-        return channel
-
     def _send(
-        self,
-        publication: Publication,
-        *,
-        confirmed: bool,
-        timeout_seconds: float | None = None,
-        confirm_timeout_seconds: float | None = None,
+        self, publication: Publication, *, timeout_seconds: float, confirm_timeout_seconds: float
     ) -> None:
         for last_try in (False, True):
             try:
-                channel = self._channel(confirmed=confirmed)
-                channel.send(publication, timeout_seconds=timeout_seconds)
-                self._settle(channel, confirm_timeout_seconds or timeout_seconds)
+                if self._channel is None or self._channel.connection is None:
+                    self._channel = WindowChannel(self.connection)
+                self._channel.send(publication, timeout_seconds=timeout_seconds)
+                self._settle(self._channel, confirm_timeout_seconds)
                 return
             except (AccessRefused, NotFound) as exc:
                 if not publication.mandatory:  # it goes to the user's own exchange
@@ -289,7 +274,7 @@ class RabbitDelays:
                 # The levels were deleted while this connection was open.
                 self.preparation.declare_again()
 
-    def _settle(self, channel: OwnChannel, timeout_seconds: float | None) -> None:
+    def _settle(self, channel: WindowChannel, timeout_seconds: float) -> None:
         """Wait for confirms; declare missing delay queues and publish returned messages again."""
         channel.wait_all(timeout_seconds=timeout_seconds)
         returned = channel.take_returned()

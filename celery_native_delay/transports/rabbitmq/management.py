@@ -222,7 +222,7 @@ def refusing_findings(api: ManagementAPI, topology: Topology) -> list[Finding]:
             f"{refusing}, and {refusing.reason}: 32 due messages for it would stop the delayed "
             f"messages of all queues",
             f"start an installed worker that may read the management API, or add "
-            f"{refusing.queue!r} to native_delay_landing_queues",
+            f"{refusing.queue!r} to native_delay_landing",
         )
         for refusing in refusing_queues(api, topology)
     ]

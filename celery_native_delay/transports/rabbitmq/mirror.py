@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, TypeVar
 
 from .address import landing_address, topic_binding_address, topic_matches
@@ -186,8 +185,7 @@ class Mirror:
 
     def needs_landing(self, queue: str) -> bool:
         """Return True if due messages must reach *queue* through a landing queue of its own."""
-        listed = self._topology.settings.landing_queues
-        return self.lands.get(queue, False) or any(fnmatchcase(queue, each) for each in listed)
+        return self.lands.get(queue, False) or self._topology.settings.lands(queue)
 
     def declarations(self, mirrored: Mirrored) -> Iterator[Change]:
         """Yield the declarations that make a copy of a user's binding."""

@@ -22,7 +22,7 @@ from ...records.publishing import RecordedPublish
 from ...settings import DelaySettings
 from ...store.entry import StoreEntry
 from ..moving import Found, Moving, MovingPart, Reach, Source
-from .channels import OwnChannel, Publication, received
+from .channels import CONFIRM_SECONDS, OwnChannel, Publication, received
 from .declaring import permissions_explained
 from .delays import RabbitDelays
 from .delivering import Deliverer, text_of
@@ -167,8 +167,7 @@ class RabbitMQMovingPart(MovingPart):
             where = "", delayed.queue
         publication = Publication(amqp.Message(moving.body, **moving.properties), *where)
         outcomes: dict[int, Exception | None] = {}
-        limit_seconds = self._settings.confirm_timeout_seconds
-        self._deliverer.deliver({0: publication}, outcomes, deadline=monotonic() + limit_seconds)
+        self._deliverer.deliver({0: publication}, outcomes, deadline=monotonic() + CONFIRM_SECONDS)
         refused = outcomes[0]
         if refused is not None:
             to = f"exchange {where[0]!r}, routing key {where[1]!r}"

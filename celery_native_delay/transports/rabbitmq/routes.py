@@ -123,7 +123,7 @@ class Routes:
                 f"hashes its routing key: delay it to a queue, or to a topic exchange"
             )
         topology = self._topology
-        listed = exchange in topology.settings.landing_exchanges
+        listed = exchange in topology.settings.landing
         if listed or kind not in MIRRORED_TYPES:
             return _KnownExchange(needs_landing=True, mirrored=False, until=until)
         if self._declarer.has_exchange(topology.landing_marker(exchange), if_refused=False):
