@@ -12,6 +12,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
+from celery.utils import uuid
 from matplotlib.figure import Figure
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as f
@@ -83,6 +84,11 @@ def run(bench: Bench) -> Result:
                 _by_hand,
             ),
             "fan out": Way("FanOut.send()", rows, _fan_out),
+            "kombu": Way(
+                "foreachPartition, kombu's Producer, confirmed",
+                bench.count(BY_HAND_ROWS, at_least=500),
+                _by_kombu,
+            ),
             "redis hand": Way(
                 "Redis: foreachPartition, apply_async, pool",
                 bench.count(BY_HAND_ROWS, at_least=500),
@@ -139,6 +145,28 @@ def _by_hand(df: Any, app: str = "plain") -> Callable[[], object]:
     return lambda: df.foreachPartition(send)
 
 
+def _by_kombu(df: Any) -> Callable[[], object]:
+    def send(rows: Iterable[Any]) -> None:
+        from benchmarks import spark_app
+
+        celery = spark_app.plain
+        with celery.connection_for_write() as connection, connection.Producer() as producer:
+            for row in rows:
+                message = celery.amqp.as_task_v2(
+                    uuid(), TASK, (row["index"],), countdown=COUNTDOWN_SECONDS
+                )
+                producer.publish(
+                    message.body,
+                    headers=message.headers,
+                    exchange=QUEUE,
+                    routing_key=QUEUE,
+                    serializer="json",
+                    **message.properties,
+                )
+
+    return lambda: df.foreachPartition(send)
+
+
 def _fan_out_of(df: Any, app: str = "app") -> FanOut:
     return FanOut(
         df,
@@ -181,6 +209,7 @@ def conclude(ways: dict[str, Way], rounds: int) -> Result:
     rate = {name: median(way.rates) for name, way in ways.items()}
     result.targets += [
         Target("FanOut.send() : by hand", rate["fan out"] / rate["hand"], "≥", 3),
+        Target("FanOut.send() into PostgreSQL", rate["store fan out"], "≥", 15_000, "rows/s"),
         Target("FanOut's Spark part alone", rate["encode"], "≥", 150_000, "rows/s"),
     ]
     return result
@@ -189,5 +218,8 @@ def conclude(ways: dict[str, Way], rounds: int) -> Result:
 def draw(result: Result) -> Figure:
     sending = {label: one for label, one in result.series.items() if "alone" not in label}
     return quartile_bars(
-        "Sending tasks from Spark", "rows per second", sending, lambda label: "by hand" not in label
+        "Sending tasks from Spark",
+        "rows per second",
+        sending,
+        lambda label: "foreachPartition" not in label,
     )

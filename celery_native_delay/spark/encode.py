@@ -36,10 +36,12 @@ _ENDLESS_US = _ENDLESS_SECONDS * 1_000_000
 
 _MICROSECOND = timedelta(microseconds=1)
 
-#: Called with the number of accepted rows of a partition, and the first due time in microseconds.
-Tell: TypeAlias = Callable[[int, int], object]
+#: Called with the number of accepted rows of a partition, and some of their due times in order.
+Tell: TypeAlias = Callable[[int, Sequence[int]], object]
 
-_NEVER_US = 1 << 62
+#: About how many due times stand for those of all rows of a partition.
+_TOLD = 20
+
 _DUE = SENT_COLUMNS.index("due_us")
 
 _LONGS = ("due_us", "priority", "expires_us")
@@ -87,7 +89,8 @@ def encoded(
     for name in _ENCODED:
         schema.add(name, t.LongType() if name in _LONGS else t.StringType())
     key = None if spread is None else spread.column
-    encode = _batch_encoder(encoder, options.run_id, keep, key, tell)
+    is_final = spread is None
+    encode = _batch_encoder(encoder, options.run_id, keep, key, tell, is_final=is_final)
     kept = [f.col(name).alias(f"kept_{name}") for name in keep]  # another column may be so named
     result = frame.select(*kept, *encoder.slot_names).mapInArrow(encode, schema)
     if spread is not None:
@@ -309,13 +312,19 @@ def _plain(value: Any, kind: Any) -> Any:
 
 
 def _batch_encoder(
-    encoder: Encoder, run_id: str, keep: Sequence[str], key: str | None, tell: Tell | None
+    encoder: Encoder,
+    run_id: str,
+    keep: Sequence[str],
+    key: str | None,
+    tell: Tell | None,
+    *,
+    is_final: bool,
 ) -> Callable[[Iterator[Any]], Iterator[Any]]:
     """Return a mapInArrow() function that encodes rows and copies the columns *keep* and *key*."""
     kept = len(keep)
 
     def encode(batches: Iterator[Any]) -> Iterator[Any]:
-        count, first_us = 0, _NEVER_US
+        count, some_us = 0, []
         for batch in batches:
             columns = batch.columns[kept:]
             made = [*zip(*encoder.rows(columns, run_id), strict=True)] or [()] * len(SENT_COLUMNS)
@@ -324,12 +333,17 @@ def _batch_encoder(
             arrays = [pa.array(one, kind) for one, kind in typed]
             whole = [*batch.columns[:kept], *arrays]
             yield pa.RecordBatch.from_arrays(whole, names=[*keep, *_ENCODED])
-            due = [one for one in made[_DUE] if one is not None]
-            count, first_us = count + len(due), min((*due, first_us))
+            due_us = [one for one in made[_DUE] if one is not None]
+            count += len(due_us)
+            some_us += _spaced(due_us) if is_final else []  # else a rate still moves them
         if tell is not None and count:
-            tell(count, first_us)
+            tell(count, _spaced(some_us))
 
     return encode
+
+
+def _spaced(times_us: list[int]) -> list[int]:
+    return sorted(times_us)[:: len(times_us) // _TOLD + 1]
 
 
 def _check_exists(df: Any, slot: Slot) -> None:

@@ -197,7 +197,7 @@ class FanOut:
             InvalidFanOut: an executor cannot import the app, or the app lacks the task or a queue.
         """
         self._warn_if_volatile()
-        return make_plan(self.encoded, self.facts, self.options)
+        return make_plan(self.encoded, self.facts, self.options, self._senders)
 
     def rejected(self) -> Any:
         """Return a DataFrame of the rejected rows; the added column ``_error`` has the reason."""
@@ -247,14 +247,12 @@ class FanOut:
         if run is not None:
             options = replace(options, now=moment(run.began_us))
         keys = self._keys if ledger is not None else {}
-        context = context_of(spark)
-        slots = options.connections if context is None else context.defaultParallelism
         rate = options.max_rate
         started = monotonic()
         with LiveCounts(spark, job_id) as counts:
             tell = None if counts.address is None else partial(tell_encoded, counts.address, job_id)
             frame = self._encoded(self._df, *keys, options=options, tell=tell)
-            each = None if rate is None else rate / min(options.connections, slots)
+            each = None if rate is None else rate / self._senders
             job = SendJob.of(
                 options, run, job_id, run_id=self.run_id, max_rate=each, driver=counts.address
             )
@@ -293,6 +291,12 @@ class FanOut:
         return result
 
     @property
+    def _senders(self) -> int:
+        """The number of Spark tasks that send. If some had to wait, their rows would be late."""
+        context, most = context_of(self._df.sparkSession), self.options.connections
+        return most if context is None else min(most, context.defaultParallelism)
+
+    @property
     def _keys(self) -> dict[str, str]:
         """The names of the columns *id_cols* in a ledger, by their names inside ``FanOut``."""
         names = {
@@ -310,7 +314,7 @@ class FanOut:
         # A shuffle, and no coalesce(): the rows are computed with all slots of the cluster, and
         # sent by few tasks. By id, so that a repeated task of Spark has the same rows. In the order
         # of due times, so that few are late.
-        frame = frame.select(*keys, *SENT_COLUMNS).repartition(self.options.connections, "task_id")
+        frame = frame.select(*keys, *SENT_COLUMNS).repartition(self._senders, "task_id")
         frame = frame.sortWithinPartitions("due_us")
         if ledger is None:
             return answers_of(frame.mapInArrow(sender(job), ANSWERS))

@@ -14,7 +14,7 @@ import json
 import logging
 import socket
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from threading import Condition, Thread
@@ -46,7 +46,7 @@ _SHOWN_EVERY_SECONDS, _ESTIMATED_AFTER_SECONDS = 0.5, 5.0
 class CountsReport:
     """The number of Celery tasks that one Spark task attempt has sent until now.
 
-    Before, an attempt that encodes rows reports their number, and the first due time.
+    Before, an attempt that encodes rows reports their number, and some of their due times.
     """
 
     job: str
@@ -57,7 +57,7 @@ class CountsReport:
     in_doubt: int = 0
     is_last: bool = False
     encoded: int = 0
-    first_us: int = 0
+    some_us: Sequence[int] = ()
 
 
 class LiveCounts:
@@ -157,9 +157,9 @@ class LiveCounts:
             except (ValueError, TypeError):
                 continue  # this datagram is not from our executors
             if report.job == self._job:
-                self._add(report, sender)
+                self._add(report, sender, monotonic())
 
-    def _add(self, report: CountsReport, sender: Any) -> None:
+    def _add(self, report: CountsReport, sender: Any, now: float) -> None:
         if report.encoded:
             self._encoded[report.partition] = report
             return
@@ -173,14 +173,14 @@ class LiveCounts:
                 self._send_stop(sender)
             self._changed.notify()
         if report.confirmed and not self._began:
-            self._began = monotonic()
-        self._show(monotonic())
+            self._began = now
+        self._show(now)
 
     def _show(self, now: float) -> None:
-        """Show the progress; after some seconds, log when sending ends if tasks are due before."""
-        reports, encoded = self._reports.values(), self._encoded.values()
+        """Show the progress; after some seconds, log which tasks will be sent too late."""
+        reports = self._reports.values()
         sent, confirmed = (sum(getattr(r, name) for r in reports) for name in ("sent", "confirmed"))
-        total = sum(report.encoded for report in encoded)
+        total = sum(report.encoded for report in self._encoded.values())
         per_second = confirmed / (now - self._began) if now > self._began > 0 else 0.0
         left_seconds = max(total - confirmed, 0) / per_second if per_second else None
         if self._shows and now >= self._next_shown:
@@ -191,21 +191,35 @@ class LiveCounts:
                 f"{per_second:,.0f}/s{left}\033[K"
             )
             sys.stderr.flush()
-        if (
-            left_seconds is None
-            or self._is_estimated
-            or now < self._began + _ESTIMATED_AFTER_SECONDS
-        ):
-            return
-        self._is_estimated = True
-        ends_us = time_ns() // 1000 + round(left_seconds * 1e6)
-        if min((report.first_us for report in encoded), default=ends_us) < ends_us:
+        is_measured = now >= self._began + _ESTIMATED_AFTER_SECONDS
+        if left_seconds is not None and is_measured and not self._is_estimated:
+            self._is_estimated = True
+            self._warn_of_late(per_second, time_ns() // 1000 - round((now - self._began) * 1e6))
+
+    def _warn_of_late(self, per_second: float, began_us: int) -> None:
+        """Log which tasks will be sent after they are due; those due first are sent first."""
+        due = sorted(
+            (due_us, report.encoded / len(report.some_us))
+            for report in self._encoded.values()
+            for due_us in report.some_us
+        )
+        sent, late, late_us = 0.0, 0.0, []
+        for due_us, count in due:
+            sent += count
+            if due_us < began_us + sent / per_second * 1e6:
+                late += count
+                late_us.append(due_us)
+        if late_us:
+            ends_us = began_us + round(sent / per_second * 1e6)
             logger.warning(
-                "native delay: at %s tasks/s, the last of %s is sent at %s: tasks that are due "
-                "before may be late, those that are due first are sent first",
+                "native delay: at %s tasks/s, sending ends at %s: about %s of %s tasks will be "
+                "late, those due from %s to %s",
                 f"{per_second:,.0f}",
-                f"{total:,}",
                 f"{moment(ends_us):%Y-%m-%d %H:%M:%SZ}",
+                f"{late:,.0f}",
+                f"{sent:,.0f}",
+                f"{moment(late_us[0]):%H:%M:%SZ}",
+                f"{moment(late_us[-1]):%H:%M:%SZ}",
             )
 
     def _send_stop(self, sender: Any) -> None:
@@ -222,12 +236,14 @@ def context_of(spark: Any) -> Any:
         return None
 
 
-def tell_encoded(address: tuple[str, int] | None, job: str, count: int, first_us: int) -> None:
-    """Tell the driver how many rows a Spark task attempt has encoded, and the first due time."""
+def tell_encoded(
+    address: tuple[str, int] | None, job: str, count: int, some_us: Sequence[int]
+) -> None:
+    """Tell the driver how many rows a Spark task attempt has encoded, and some due times."""
     context = TaskContext.get()
     if context is not None:
         reporter = Reporter(address, job, context.partitionId(), context.taskAttemptId())
-        reporter.send(encoded=count, first_us=first_us)
+        reporter.send(encoded=count, some_us=some_us)
         reporter.close()
 
 
@@ -262,7 +278,7 @@ class Reporter:
             return self._socket.recv(16) == _STOP
         return False
 
-    def send(self, **counts: int) -> None:
+    def send(self, **counts: Any) -> None:
         """Send a :class:`CountsReport` to the driver."""
         if self._socket is not None:
             report: Any = asdict(CountsReport(*self._identity)) | counts

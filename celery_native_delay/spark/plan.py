@@ -15,6 +15,7 @@ from .app import AppFacts
 from .options import FanOutOptions
 
 #: Tasks per second of one connection to RabbitMQ, which confirms each, on a machine of two cores.
+#: A plan has no connection, and so measures nothing; ``send()`` does, and says what will be late.
 USUAL_PER_SECOND = 4_700
 
 
@@ -53,22 +54,23 @@ class Plan:
         if self.due_while_sending:
             yield (
                 f"warning: {self.due_while_sending:,} fall due within the {self.send_seconds:,.1f} "
-                f"s that sending takes; those sent after they are due will be late"
+                f"s that sending takes at {self.accepted / self.send_seconds:,.0f} tasks/s; those "
+                f"sent after they are due will be late"
             )
         for queue, count in sorted(self.queues.items()):
             yield f"queue {queue}: {count:,}"
 
 
-def make_plan(encoded: Any, facts: AppFacts, options: FanOutOptions) -> Plan:
-    """Count the tasks that ``FanOut.send`` would send; Spark caches *encoded* meanwhile."""
+def make_plan(encoded: Any, facts: AppFacts, options: FanOutOptions, senders: int) -> Plan:
+    """Count the tasks that *senders* connections would send; Spark caches *encoded* meanwhile."""
     kept = encoded.select("task_id", "due_us", "queue", "error").persist()
     try:
-        return _counted(kept, facts, options)
+        return _counted(kept, facts, options, senders)
     finally:
         kept.unpersist()
 
 
-def _counted(encoded: Any, facts: AppFacts, options: FanOutOptions) -> Plan:
+def _counted(encoded: Any, facts: AppFacts, options: FanOutOptions, senders: int) -> Plan:
     fine = f.col("error").isNull()
     rejects = {
         row["error"]: row["count"]
@@ -82,7 +84,7 @@ def _counted(encoded: Any, facts: AppFacts, options: FanOutOptions) -> Plan:
         f.max("due_us").alias("last"),
     ).first()
     count = total["count"]
-    rate = options.connections * USUAL_PER_SECOND
+    rate = senders * USUAL_PER_SECOND
     send_seconds = count / min(rate, options.max_rate or rate)
     ends_us = time_ns() // 1000 + round(send_seconds * 1_000_000)
     due_meanwhile = f.col("due_us").between(options.now_us + 1, ends_us)
