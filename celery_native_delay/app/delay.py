@@ -14,9 +14,10 @@ from celery import Celery, Task
 from celery.canvas import Signature
 from celery.result import AsyncResult
 
-from ..due_time import due_us
+from ..due_time import check_due, due_us
 from ..errors import (
     CannotDelay,
+    DelayTooLong,
     InvalidDueTime,
     InvalidQuery,
     NativeDelayError,
@@ -29,8 +30,10 @@ from ..rates.rate import Rate, key_text
 from ..records import waiting
 from ..records.interface import TRIES
 from ..records.waiting import (
+    AT_ONCE,
     Bar,
     DueTime,
+    Edit,
     Outcome,
     Query,
     Verdict,
@@ -54,6 +57,9 @@ _COUNTED = 1000
 
 #: A task, given by its id, its ``AsyncResult`` or a :class:`Waiting`.
 TaskId: TypeAlias = str | AsyncResult | Waiting
+
+#: The verdicts about a task that may have been changed when the answer was lost.
+_PERHAPS_LOST = (Verdict.UNKNOWN, Verdict.TOO_LATE)
 
 #: The smallest and largest number of :class:`RateLine` objects to read, to find the longest lines.
 _LEAST_LINES, _MOST_LINES = 500, 10_000
@@ -117,7 +123,7 @@ class Delay(HoldCalls, KeyedCalls):
         asks all workers, which takes a second.
         """
         one = _id_of(task_id)
-        tasks, taken = self._ask(lambda found: (found.get(one), found.is_taken(one)))
+        tasks, taken = self._ask(lambda found: (found.get(one), bool(found.taken([one]))))
         lines = self.rates(limit=_MOST_LINES) if any(task.place for task in tasks) else []
         return story(self._app, one, self._with_holds(tasks), lines=lines, taken=taken)
 
@@ -248,11 +254,7 @@ class Delay(HoldCalls, KeyedCalls):
             if name in slots and (at_us := slots[name](place)) < each.due_us
         }
 
-        def move(found: WaitingTasks, task_id: str) -> Outcome:
-            at_us = due[task_id]
-            return found.move(task_id, at_us if at_us > time_ns() // 1000 else None)
-
-        return sum(map(bool, self._change(due, move))) if due else 0
+        return sum(map(bool, self._move(due, lambda task: _or_now(due[task.id])))) if due else 0
 
     def _with_holds(self, tasks: Sequence[Waiting]) -> list[Waiting]:
         """Return *tasks*; if ``RetryAfter`` delays a task, its due time is the pause's end."""
@@ -368,8 +370,7 @@ class Delay(HoldCalls, KeyedCalls):
         if by is not None:
             if (countdown, eta, spread) != (None, None, None):
                 raise InvalidDueTime("expected by alone, or countdown, eta or spread")
-            moved = _moved_by(by)
-            return self._change(ids, lambda found, task_id: found.move(task_id, moved))
+            return self._move(ids, _moved_by(by))
         if isinstance(countdown, int | float):
             countdown = max(countdown, 0)
         if spread is not None:
@@ -378,7 +379,12 @@ class Delay(HoldCalls, KeyedCalls):
         first_us = due_us(delay_headers(countdown=countdown, eta=eta)["eta"])
         step_us = (spread or 0) * 1_000_000 / max(len(ids) - 1, 1)
         due = {one: first_us + round(at * step_us) for at, one in enumerate(dict.fromkeys(ids))}
-        return self._change(ids, lambda found, task_id: found.move(task_id, _or_now(due[task_id])))
+        check_due(
+            max(due.values(), default=0),
+            now_us=time_ns() // 1000,
+            longest_delay_seconds=installed(self._app).settings().longest_delay_seconds,
+        )
+        return self._move(ids, lambda task: _or_now(due[task.id]))
 
     def update(
         self,
@@ -410,8 +416,7 @@ class Delay(HoldCalls, KeyedCalls):
         edit = edit_of(
             self._app, args=args, kwargs=kwargs, priority=priority, queue=queue, expires=expires
         )
-        one = [_id_of(task_id)]
-        return self._change(one, lambda found, each: found.move(each, _same_time, edit))[0]
+        return self._move([_id_of(task_id)], lambda task: task.due_us, edit)[0]
 
     def run_now(self, task_id: TaskId) -> Outcome:
         """Make a waiting task due now."""
@@ -419,7 +424,7 @@ class Delay(HoldCalls, KeyedCalls):
 
     def run_all_now(self, task_ids: Iterable[TaskId]) -> list[Outcome]:
         """Make many waiting tasks due now, over one connection."""
-        return self._change(task_ids, lambda found, task_id: found.move(task_id, None))
+        return self._move(task_ids, lambda task: None)
 
     # --- private -------------------------------------------------------------------------
 
@@ -436,14 +441,21 @@ class Delay(HoldCalls, KeyedCalls):
             # Another call may have replaced the task meanwhile: look again.
         return outcome
 
-    def _cancel(self, found: WaitingTasks, task_id: str) -> Outcome:
-        outcome = found.cancel(task_id)
-        if outcome:
+    def _cancel(self, found: WaitingTasks, task_ids: Sequence[str]) -> list[Outcome]:
+        outcomes = found.cancel(task_ids)
+        for outcome in outcomes:
             self._revoke_result(outcome)
-        return outcome
+        return outcomes
+
+    def _move(
+        self, task_ids: Iterable[TaskId], due_us: DueTime, edit: Edit | None = None
+    ) -> list[Outcome]:
+        return self._change(task_ids, lambda found, ids: found.move(ids, due_us, edit))
 
     def _change(
-        self, task_ids: Iterable[TaskId], change: Callable[[WaitingTasks, str], Outcome]
+        self,
+        task_ids: Iterable[TaskId],
+        change: Callable[[WaitingTasks, Sequence[str]], list[Outcome]],
     ) -> list[Outcome]:
         ids = _ids_of(task_ids)
         outcomes: list[Outcome] = []
@@ -452,20 +464,23 @@ class Delay(HoldCalls, KeyedCalls):
         def rest(found: WaitingTasks) -> list[Outcome]:
             nonlocal begun
             # If the connection breaks, this function runs again for the rest of the ids.
-            for position, task_id in list(enumerate(ids))[len(outcomes) :]:
-                is_again, begun = position == begun, position
+            for start in range(len(outcomes), len(ids), AT_ONCE):
+                is_again, begun = start == begun, start
+                some = ids[start : start + AT_ONCE]
                 try:
-                    outcome = change(found, task_id)
-                except CannotDelay as exc:
+                    changed = change(found, some)
+                except (CannotDelay, DelayTooLong) as exc:  # raised for a single task
                     if len(ids) == 1:
                         raise
-                    outcome = Outcome(task_id, Verdict.IMPOSSIBLE, reason=str(exc))
-                if is_again and not outcome:
+                    changed = [Outcome(some[0], Verdict.IMPOSSIBLE, reason=str(exc))]
+                lost = [each.id for each in changed if each.verdict in _PERHAPS_LOST]
+                if is_again and lost:
+                    more = f" and {len(lost) - 1:,} more" if lost[1:] else ""
                     raise StoreUnavailable(
-                        f"the connection broke while {task_id} was being changed: it was changed, "
-                        f"or it has run"
+                        f"the connection broke while {lost[0]}{more} was being changed: it was "
+                        f"changed, or it has run"
                     )
-                outcomes.append(outcome)
+                outcomes.extend(changed)
             return outcomes
 
         try:
@@ -564,10 +579,6 @@ def _moved_by(seconds: float) -> DueTime:
         return _or_now(moved_us.setdefault(task.delivery_id, then_us))
 
     return rule
-
-
-def _same_time(task: Waiting) -> int:
-    return task.due_us
 
 
 def _or_now(at_us: int) -> int | None:

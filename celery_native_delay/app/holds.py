@@ -60,7 +60,7 @@ class HoldCalls:
 
     _app: Celery
     _ask: Callable[[Callable[[WaitingTasks], Any]], Any]
-    _change: Callable[..., list[Outcome]]
+    _move: Callable[..., list[Outcome]]
     rates: Callable[..., list[RateLine]]
     end_pause: Callable[[str, str | None], int]
 
@@ -211,18 +211,18 @@ class HoldCalls:
         in_all = sum(map(self._count, ranges))
         done, next_us = 0, hold.next_us
 
-        def moved(found: WaitingTasks, task_id: str) -> Outcome:
+        def due_us(task: Waiting) -> int | None:
             nonlocal next_us
             if not spacing_us:
-                return found.move(task_id, None)
+                return None
             next_us = max(next_us, time_ns() // 1000) + spacing_us
-            return found.move(task_id, next_us)
+            return next_us
 
         for query in ranges:
             while not (is_held_again and done >= in_all) and (
                 ids := list(dict.fromkeys(task.id for task in self._page(query)))
             ):
-                let_go = sum(map(bool, self._change(ids, moved)))
+                let_go = sum(map(bool, self._move(ids, due_us)))
                 if spacing_us:
                     self._note_next(hold, next_us)
                 done += let_go

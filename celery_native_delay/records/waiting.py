@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from enum import Enum
+from functools import partial
+from itertools import islice
 from tempfile import TemporaryFile
 from typing import Any, NamedTuple, TypeAlias, overload
 
+from ..errors import CannotDelay, DelayTooLong
 from .search import Word, is_itself_in_json, parse
 
 #: The header with a rate-limited task's place (a number) in each of its lines, as a JSON object. A
@@ -340,6 +343,24 @@ DueTime: TypeAlias = Callable[[Waiting], int | None]
 Edit: TypeAlias = Callable[[Any], Any]
 
 
+class Found(NamedTuple):
+    """A waiting message: the id that was asked for, its name, its content as stored, its task."""
+
+    task_id: str
+    name: Any
+    entry: Any
+    task: Waiting
+
+
+class Replacement(NamedTuple):
+    """The new content and due time of a message whose content is *entry*; "" removes it."""
+
+    name: Any
+    entry: Any
+    due_us: int
+    content: str
+
+
 class WaitingTasks(ABC):
     """Lists, searches, cancels and reschedules the waiting tasks of one broker.
 
@@ -383,7 +404,7 @@ class WaitingTasks(ABC):
 
     def get(self, task_id: str) -> list[Waiting]:
         """Return the task's waiting messages: usually one, none if the task is not waiting."""
-        return [task for _, _, task in self._found(task_id)]
+        return [found.task for found in self._found([task_id])]
 
     @abstractmethod
     def counts(self, edges_us: Sequence[int]) -> list[int]:
@@ -399,25 +420,26 @@ class WaitingTasks(ABC):
     def close(self) -> None:  # noqa: B027  most have nothing to close
         """Close the connections that this object has opened."""
 
-    def cancel(self, task_id: str) -> Outcome:
-        """Cancel a task. A worker receives the message at once, and reports the task as revoked."""
-        outcome = self._change(task_id, None, cancelled=True)
-        if outcome.verdict is not Verdict.UNKNOWN or self.note_elsewhere is None:
-            return outcome
-        self.note_elsewhere(task_id)
-        return Outcome(task_id, Verdict.NOTED)
+    def cancel(self, task_ids: Sequence[str]) -> list[Outcome]:
+        """Cancel tasks. A worker receives each message at once, and reports the task as revoked."""
+        outcomes = self._change(task_ids, lambda task: None, cancelled=True)
+        if self.note_elsewhere is not None:
+            for at, outcome in enumerate(outcomes):
+                if outcome.verdict is Verdict.UNKNOWN:
+                    self.note_elsewhere(outcome.id)
+                    outcomes[at] = Outcome(outcome.id, Verdict.NOTED)
+        return outcomes
 
-    def move(self, task_id: str, due_us: int | DueTime | None, edit: Edit | None = None) -> Outcome:
-        """Give a task a new due time, in microseconds since the epoch; None means now.
+    def move(
+        self, task_ids: Sequence[str], due_us: DueTime, edit: Edit | None = None
+    ) -> list[Outcome]:
+        """Give tasks new due times; *due_us* is asked in the order of *task_ids*.
 
-        *due_us* may be a function of the waiting message. *edit* changes the message itself.
-
-        Raises DelayTooLong if the due time is too far away. Raises CannotDelay if the message
-        cannot get another due time: for example, the message is not a Celery task.
+        *edit* changes the messages themselves. The verdict for a task that cannot get this due time
+        is "impossible", for example as it is too far away, or as the message is no Celery task. For
+        a single task, this raises DelayTooLong or CannotDelay instead.
         """
-        if isinstance(due_us, int):
-            self._delays.check_reach(due_us)
-        return self._change(task_id, due_us, cancelled=False, edit=edit)
+        return self._change(task_ids, due_us, cancelled=False, edit=edit)
 
     def move_all(self, query: Query, by_us: int, now_us: int) -> int:
         """Move the due times of all tasks that match a search; return the number of moved tasks.
@@ -435,67 +457,107 @@ class WaitingTasks(ABC):
                 noted.write(f"{task.due_us + by_us} {task.id}\n")
             self._delays.check_reach(due_us)
             noted.seek(0)
-            pairs = (line.rstrip("\n").split(" ", 1) for line in noted)
-            return sum(
-                bool(self.move(task_id, int(at) if int(at) > now_us else None))
-                for at, task_id in pairs
-            )
+            lines = (line.rstrip("\n").split(" ", 1) for line in noted)
+            moved = 0
+            while due := {task_id: int(at) for at, task_id in islice(lines, AT_ONCE)}:
+                rule = partial(_later_than, now_us, due)
+                moved += sum(map(bool, self.move(list(due), rule)))
+            return moved
 
     @abstractmethod
-    def _found(self, task_id: str) -> list[tuple[Any, Any, Waiting]]:
-        """Return the name, content and task of each waiting message with this task id."""
+    def _now_us(self) -> int:
+        """Return the time of the store's clock, in microseconds since the epoch."""
 
     @abstractmethod
-    def _replace(
-        self,
-        member: Any,
-        entry: Any,
-        due_us: int | None,
-        *,
-        cancelled: bool,
-        edit: Edit | None = None,
-    ) -> tuple[Any, int] | None:
-        """Replace a waiting message. Returns the new message's name and due time.
+    def _found(self, task_ids: Collection[str]) -> Iterable[Found]:
+        """Return the waiting messages with these task ids; those of one id, earliest first."""
 
-        Returns None if the old message was delivered or changed in the meantime.
+    @abstractmethod
+    def _changed(self, entry: Any, due_us: int, edit: Edit | None, *, cancelled: bool) -> str:
+        """Return the content of a cancelled or rescheduled message; "" to remove the message."""
+
+    @abstractmethod
+    def _replace(self, new: Sequence[Replacement], *, cancelled: bool) -> Collection[Any]:
+        """Replace waiting messages, and return the names of those that were replaced.
+
+        The others were delivered or changed in the meantime.
         """
 
-    def is_taken(self, task_id: str) -> bool:
-        """Return True if a dispatcher is publishing the task at this moment."""
-        return False
+    def taken(self, task_ids: Collection[str]) -> Collection[str]:
+        """Return the tasks of *task_ids* that a dispatcher is publishing at this moment."""
+        return ()
 
     def _change(
-        self,
-        task_id: str,
-        due_us: int | DueTime | None,
-        *,
-        cancelled: bool,
-        edit: Edit | None = None,
-    ) -> Outcome:
-        seen: dict[Any, Waiting] = {}
-        #: The names of the new messages of this call.
-        made: set[Any] = set()
-        is_due_us: int | None = None
+        self, task_ids: Sequence[str], due_us: DueTime, *, cancelled: bool, edit: Edit | None = None
+    ) -> list[Outcome]:
+        seen: dict[str, dict[Any, Waiting]] = {task_id: {} for task_id in task_ids}
+        order = {task_id: place for place, task_id in enumerate(seen)}
+        #: By task, the names of the changed messages, and their due times.
+        made: dict[str, dict[Any, int]] = {task_id: {} for task_id in seen}
+        refused: dict[str, str] = {}
+        left: Collection[str] = order
         for _ in range(_TRIES):
-            found = [each for each in self._found(task_id) if each[0] not in made]
-            if not found:
+            found = sorted(self._found(left), key=lambda each: order[each.task_id])
+            now_us = self._now_us()
+            new: dict[Replacement, str] = {}
+            for task_id, name, entry, task in found:
+                if name in made[task_id] or task_id in refused:
+                    continue
+                seen[task_id].setdefault(name, task)
+                try:
+                    at_us = due_us(task)
+                    if at_us is not None and at_us != task.due_us:
+                        self._delays.check_reach(at_us)
+                    at_us = now_us if at_us is None else at_us
+                    content = self._changed(entry, at_us, edit, cancelled=cancelled)
+                except (CannotDelay, DelayTooLong) as exc:
+                    if len(seen) == 1:
+                        raise
+                    refused[task_id] = str(exc)
+                else:
+                    new[Replacement(name, entry, at_us, content)] = task_id
+            if not new:
                 break
-            for member, entry, task in found:
-                seen.setdefault(member, task)
-                at_us = due_us(task) if callable(due_us) else due_us
-                if callable(due_us) and at_us is not None and at_us != task.due_us:
-                    self._delays.check_reach(at_us)
-                new = self._replace(member, entry, at_us, cancelled=cancelled, edit=edit)
-                if new is not None:
-                    made.add(new[0])
-                    is_due_us = new[1]
-            if len(made) == len(seen):
+            done = set(self._replace(list(new), cancelled=cancelled))
+            for one, task_id in new.items():
+                if one.name in done:
+                    made[task_id][one.name] = one.due_us
+            left = {task_id for one, task_id in new.items() if one.name not in done}
+            if not left:
                 break
-        tasks = tuple(seen.values())
-        if made:
-            return Outcome(task_id, Verdict.DONE, None if cancelled else is_due_us, tasks)
-        is_late = bool(seen) or self.is_taken(task_id)
-        return Outcome(task_id, Verdict.TOO_LATE if is_late else Verdict.UNKNOWN, None, tasks)
+        unseen = [task_id for task_id, tasks in seen.items() if not tasks]
+        taken = self.taken(unseen) if unseen else ()
+        return [
+            _outcome(
+                task_id,
+                tuple(seen[task_id].values()),
+                made=list(made[task_id].values()),
+                cancelled=cancelled,
+                refused=refused.get(task_id),
+                taken=task_id in taken,
+            )
+            for task_id in task_ids
+        ]
+
+
+def _outcome(
+    task_id: str,
+    tasks: tuple[Waiting, ...],
+    *,
+    made: Sequence[int],
+    cancelled: bool,
+    refused: str | None,
+    taken: bool,
+) -> Outcome:
+    if made:
+        return Outcome(task_id, Verdict.DONE, None if cancelled else made[-1], tasks)
+    if refused is not None:
+        return Outcome(task_id, Verdict.IMPOSSIBLE, None, tasks, refused)
+    return Outcome(task_id, Verdict.TOO_LATE if tasks or taken else Verdict.UNKNOWN, None, tasks)
+
+
+def _later_than(now_us: int, due_us: Mapping[str, int], task: Waiting) -> int | None:
+    return due_us[task.id] if due_us[task.id] > now_us else None
 
 
 #: Attempts to change a task that other processes change at the same time.
@@ -503,6 +565,9 @@ _TRIES = 10
 
 #: The number of task ids that one query reads.
 IDS_AT_ONCE = 1000
+
+#: Tasks that one script or transaction changes. So many keep others waiting for milliseconds.
+AT_ONCE = 500
 
 
 def histogram(tasks: WaitingTasks, *, bars: int = 40) -> list[Bar]:

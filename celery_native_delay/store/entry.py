@@ -144,10 +144,6 @@ class StoreEntry:
             return None
         return replace(self.moved(due_us), cancelled=cancelled)
 
-    def edited(self, edit: Edit | None) -> StoreEntry:
-        """Return the entry as *edit* changes it; itself if *edit* is None."""
-        return self if edit is None else edit(self)
-
     def told(self) -> dict[str, Any]:
         """Return the properties to publish at the due time, with this package's header."""
         properties = dict(self.properties)
@@ -171,6 +167,13 @@ class StoreEntry:
     def _delayed(self) -> Delayed:
         where = self.exchange, self.routing_key, self.queue
         return Delayed(self.delivery_id, self.due_us, *where, stored=True)
+
+
+def changed_text(text: str, due_us: int, edit: Edit | None, *, cancelled: bool) -> str:
+    """Return the text of a cancelled, rescheduled or edited entry; "" to remove its row."""
+    entry = StoreEntry.decoded(text)
+    new = (entry if edit is None else edit(entry)).changed(due_us, cancelled=cancelled)
+    return "" if new is None else new.encoded()
 
 
 def waiting_of(text: str) -> Waiting | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import closing
 from functools import cached_property
 from itertools import chain
@@ -15,7 +15,7 @@ from ..finding import Finding
 from ..records.redis import RedisRecords, redis_client
 from ..records.redis_keys import ROWS, IndexKeys
 from ..records.redis_link import RedisLink
-from ..records.waiting import WaitingTasks
+from ..records.waiting import Replacement, WaitingTasks
 from ..redis_server import findings
 from ..urls import without_password
 from .interface import (
@@ -147,31 +147,35 @@ return released
 """
 )
 
-#: ARGV name, entry as it was, new due time or '' for now, new entry or '' to remove the row, 1 if
-#: the row is a cancelled one of a store, the time at which the caller gives up or ''.
-#: Returns the due time, or '' if the row was taken or changed meanwhile, or the caller gave up.
+#: ARGV the time at which the caller gives up or '', 1 if the rows are cancelled ones of a store,
+#: then of each row: name, entry as it was, new due time, new entry or '' to remove the row. Returns
+#: the names of the changed rows: not of those that were taken or changed meanwhile.
 _REPLACE = (
     ROWS
     + """
-local name = ARGV[1]
-if ARGV[6] ~= '' and now > tonumber(ARGV[6]) then return '' end
-if call('HGET', messages, name) ~= ARGV[2] or not call('ZSCORE', ids, name) then return '' end
-local at = ARGV[3] == '' and string.format('%.0f', now) or ARGV[3]
-if ARGV[4] == '' then
-    forget({name})
-else
-    unmark({name})
-    call('HSET', messages, name, ARGV[4])
-    if ARGV[5] == '1' then
-        call('ZREM', due, name)
-        call('ZREM', ids, name)
-        call('ZADD', cancelled, at, name)
-    else
-        call('ZADD', due, at, name)
-        tell({name})
+local done = {}
+if ARGV[1] ~= '' and now > tonumber(ARGV[1]) then return done end
+for at = 3, #ARGV, 4 do
+    local name, new = ARGV[at], ARGV[at + 3]
+    if call('HGET', messages, name) == ARGV[at + 1] and call('ZSCORE', ids, name) then
+        done[#done + 1] = name
+        if new == '' then
+            forget({name})
+        else
+            unmark({name})
+            call('HSET', messages, name, new)
+            if ARGV[2] == '1' then
+                call('ZREM', due, name)
+                call('ZREM', ids, name)
+                call('ZADD', cancelled, ARGV[at + 2], name)
+            else
+                call('ZADD', due, ARGV[at + 2], name)
+                tell({name})
+            end
+        end
     end
 end
-return at
+return done
 """
 )
 
@@ -277,32 +281,22 @@ class RedisRows(ABC):
             self._run(ADD, *chain.from_iterable((row.name, row.due_us, row.entry) for row in some))
         self.note_added(min(row.due_us for row in rows))
 
-    def replace(
-        self,
-        name: str,
-        entry: bytes,
-        due_us: int | None,
-        new: str,
-        *,
-        cancelled: bool,
-        asked_us: int,
-    ) -> int | None:
-        """Change a waiting row, or remove it if *new* is ""; None as *due_us* means now.
+    def replace(self, new: Sequence[Replacement], *, cancelled: bool) -> Collection[str]:
+        """Change or remove waiting rows; return the names of those that were.
 
-        Returns the due time, or None if the row is taken, or its entry is not *entry* any more.
-        *cancelled* is True if a store publishes the row at once, and lists it no more. The caller
-        has asked for the time *asked_us* before: Redis changes nothing after the caller gave up.
+        The others are taken, or their entry is another one now. *cancelled* is True if a store
+        publishes the rows at once, and lists them no more. Redis changes nothing after the caller
+        gave up.
         """
-        told = "" if due_us is None else due_us
-        until = "" if self.patience_us is None else asked_us + self.patience_us
-        at_us = self._run(_REPLACE, name, entry, told, new, int(cancelled), until)
-        if not at_us:
-            return None
-        self.note_added(int(at_us))
-        return int(at_us)
+        until = "" if self.patience_us is None else self.now_us() + self.patience_us
+        done = self._run(_REPLACE, until, int(cancelled), *chain.from_iterable(new))
+        names = {name.decode() for name in done}
+        if names:
+            self.note_added(min(one.due_us for one in new if one.name in names))
+        return names
 
     def remove(self, key: Any, entry: str) -> bool:
-        return bool(self._run(_REPLACE, key, entry, "", "", "", ""))
+        return bool(self._run(_REPLACE, "", 0, key, entry, "", ""))
 
     def purge(self, *, parked: bool) -> int:
         purged = 0

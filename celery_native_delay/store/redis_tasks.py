@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
@@ -11,9 +11,18 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from ..errors import StoreUnavailable
-from ..records.waiting import ALL, Edit, Query, Waiting, WaitingPage, WaitingTasks
+from ..records.waiting import (
+    ALL,
+    Edit,
+    Found,
+    Query,
+    Replacement,
+    Waiting,
+    WaitingPage,
+    WaitingTasks,
+)
 from ..texts import storable
-from .entry import StoreEntry, waiting_of
+from .entry import changed_text, waiting_of
 
 #: Entries that one script searches: so many take 1-2 ms, in which Redis serves no other client.
 CHUNK = 500
@@ -38,17 +47,19 @@ end
 return found
 """
 
-#: KEYS due, messages, ids, perhaps refusals. ARGV first name, end of the names. Returns name, due
-#: time or '', entry and refusal or '' of each message with such a name.
+#: KEYS due, messages, ids, perhaps refusals. ARGV first name and end of the names of each range.
+#: Returns name, due time or '', entry and refusal or '' of each message with such a name.
 FIND = """
 local call, found = redis.call, {}
-for _, name in ipairs(call('ZRANGE', KEYS[3], ARGV[1], ARGV[2], 'BYLEX')) do
-    local entry = call('HGET', KEYS[2], name)
-    if entry then
-        found[#found + 1] = name
-        found[#found + 1] = call('ZSCORE', KEYS[1], name) or ''
-        found[#found + 1] = entry
-        found[#found + 1] = KEYS[4] and call('HGET', KEYS[4], name) or ''
+for at = 1, #ARGV, 2 do
+    for _, name in ipairs(call('ZRANGE', KEYS[3], ARGV[at], ARGV[at + 1], 'BYLEX')) do
+        local entry = call('HGET', KEYS[2], name)
+        if entry then
+            found[#found + 1] = name
+            found[#found + 1] = call('ZSCORE', KEYS[1], name) or ''
+            found[#found + 1] = entry
+            found[#found + 1] = KEYS[4] and call('HGET', KEYS[4], name) or ''
+        end
     end
 end
 return found
@@ -114,34 +125,25 @@ class RedisTasks(WaitingTasks):
         """Convert a stored message to a waiting task, or to None if the task is cancelled."""
         return waiting_of(entry.decode())
 
-    def _changed(self, entry: bytes, due_us: int, edit: Edit | None, *, cancelled: bool) -> str:
-        """Return the entry of a cancelled or rescheduled task; "" to remove the row."""
-        new = StoreEntry.decoded(entry.decode()).edited(edit).changed(due_us, cancelled=cancelled)
-        return "" if new is None else new.encoded()
+    def _now_us(self) -> int:
+        with self._explained():
+            now_us: int = self._rows.now_us()
+        return now_us
 
-    def _replace(
-        self,
-        member: str,
-        entry: bytes,
-        due_us: int | None,
-        *,
-        cancelled: bool,
-        edit: Edit | None = None,
-    ) -> tuple[str, int] | None:
+    def _changed(self, entry: bytes, due_us: int, edit: Edit | None, *, cancelled: bool) -> str:
+        return changed_text(entry.decode(), due_us, edit, cancelled=cancelled)
+
+    def _replace(self, new: Sequence[Replacement], *, cancelled: bool) -> Collection[str]:
         apart = cancelled and not self.lists_cancelled
         with self._explained():
-            asked_us = self._rows.now_us()
-            at_us = asked_us if due_us is None else due_us
-            new = self._changed(entry, at_us, edit, cancelled=cancelled)
-            done_us = self._rows.replace(
-                member, entry, due_us, new, cancelled=apart, asked_us=asked_us
-            )
-        return None if done_us is None else (member, done_us)
+            done: Collection[str] = self._rows.replace(new, cancelled=apart)
+        return done
 
-    def is_taken(self, task_id: str) -> bool:
+    def taken(self, task_ids: Collection[str]) -> Collection[str]:
         with self._explained():
             names = self._client.zrange(self._rows.keys.taken, 0, -1)
-        return any(_is_of(name.decode(), task_id) for name in names)
+        taken = {_id_in(name) for name in names}
+        return [one for one in task_ids if storable(one) in taken]
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -152,17 +154,18 @@ class RedisTasks(WaitingTasks):
             said = str(exc).rstrip(".")
             raise StoreUnavailable(f"{self._rows.what} does not work: {said}") from exc
 
-    def _found(self, task_id: str) -> list[tuple[str, bytes, Waiting]]:
-        found, task_id = [], storable(task_id)
+    def _found(self, task_ids: Collection[str]) -> Iterator[Found]:
+        wanted = {storable(one): one for one in task_ids}
+        # In ASCII ";" follows ":".
+        ranges = [edge for one in wanted for edge in (f"[{one}:", f"({one};")]
         with self._explained():
-            # In ASCII ";" follows ":".
-            told = self._find(keys=self._found_in, args=[f"[{task_id}:", f"({task_id};"])
+            told = self._find(keys=self._found_in, args=ranges)
         for name, score, entry, refusal in zip(*[iter(told)] * 4, strict=True):
             task = self._decoded(entry, int(float(score or 0)))
-            if task is not None and _is_of(name.decode(), task_id):
-                why = refusal.decode().partition(" ")[2]
-                found.append((name.decode(), entry, replace(task, refusal=why)))
-        return found
+            if task is not None and (task_id := wanted.get(_id_in(name))) is not None:
+                if refusal:
+                    task = replace(task, refusal=refusal.decode().partition(" ")[2])
+                yield Found(task_id, name.decode(), entry, task)
 
     def _ranks(self, query: Query) -> tuple[int, int]:
         """Return the first matching rank in ``due``, and the rank after the last match."""
@@ -184,5 +187,5 @@ class RedisTasks(WaitingTasks):
                     yield task
 
 
-def _is_of(name: str, task_id: str) -> bool:
-    return name.rpartition(":")[0] == storable(task_id)
+def _id_in(name: bytes) -> str:
+    return name.decode().rpartition(":")[0]

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import count, islice, pairwise
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Select, delete, func, select, update
+from sqlalchemy import ColumnElement, Connection, Select, delete, func, select
 
 from ..records.database import now_us
 from ..records.interface import T
-from ..records.waiting import ALL, Edit, Query, Waiting, WaitingPage, WaitingTasks
-from .entry import StoreEntry, waiting_of
+from ..records.waiting import (
+    ALL,
+    Edit,
+    Found,
+    Query,
+    Replacement,
+    Waiting,
+    WaitingPage,
+    WaitingTasks,
+)
+from .entry import changed_text, waiting_of
 from .sql_table import CANCELLED, LISTED, TAKEN, TASKS, WAITING, short_id
 
 _ROW = TASKS.c
@@ -109,50 +118,57 @@ class SqlTasks(WaitingTasks):
             conditions.append(_ROW.next_us < until_us)
         return conditions
 
-    def _of_task(self, task_id: str) -> Any:
-        of_task = _ROW.task_id == short_id(task_id)
-        return select(_ROW.id, _ROW.entry, _ROW.reason).where(
-            _ROW.namespace == self._store.namespace, of_task
+    def _now_us(self) -> int:
+        return self._look_up(now_us)
+
+    def _of_tasks(self, task_ids: Collection[str], state: ColumnElement[bool]) -> Sequence[Any]:
+        asked = select(_ROW.id, _ROW.task_id, _ROW.entry, _ROW.reason).where(
+            _ROW.namespace == self._store.namespace,
+            _ROW.task_id.in_(list(map(short_id, task_ids))),
+            state,
         )
+        in_order = asked.order_by(_ROW.next_us)
+        return self._look_up(lambda connection: connection.execute(in_order).all())
 
-    def _found(self, task_id: str) -> list[tuple[int, str, Waiting]]:
-        asked = self._of_task(task_id).where(LISTED).order_by(_ROW.next_us)
-        rows = self._look_up(lambda connection: connection.execute(asked).all())
-        found = ((row, waiting_of(row.entry)) for row in rows)
-        return [
-            (row.id, row.entry, replace(task, refusal=row.reason or ""))
-            for row, task in found
-            if task is not None and task.id == task_id
-        ]
+    def _found(self, task_ids: Collection[str]) -> Iterator[Found]:
+        wanted = set(task_ids)
+        for row in self._of_tasks(wanted, LISTED):
+            task = waiting_of(row.entry)
+            if task is not None and task.id in wanted:
+                task = replace(task, refusal=row.reason or "") if row.reason else task
+                yield Found(task.id, row.id, row.entry, task)
 
-    def _replace(
-        self,
-        member: int,
-        entry: str,
-        due_us: int | None,
-        *,
-        cancelled: bool,
-        edit: Edit | None = None,
-    ) -> tuple[int, int] | None:
-        before = StoreEntry.decoded(entry).edited(edit)
+    def taken(self, task_ids: Collection[str]) -> Collection[str]:
+        taken = {row.task_id for row in self._of_tasks(task_ids, _ROW.state == TAKEN)}
+        return [one for one in task_ids if short_id(one) in taken]
 
-        def replaced(connection: Connection) -> int | None:
-            new_us = now_us(connection) if due_us is None else due_us
-            new = before.changed(new_us, cancelled=cancelled)
-            this: Any = delete(TASKS)
-            if new is not None:
-                state = CANCELLED if cancelled else WAITING
-                values = {"state": state, "next_us": new_us, "refusals": 0, "reason": None}
-                this = update(TASKS).values(values | {"entry": new.encoded()})
-            as_it_was = (_ROW.id == member, LISTED, _ROW.entry == entry)
-            return new_us if connection.execute(this.where(*as_it_was)).rowcount else None
+    def _changed(self, entry: str, due_us: int, edit: Edit | None, *, cancelled: bool) -> str:
+        return changed_text(entry, due_us, edit, cancelled=cancelled)
 
-        new_us = self._store.do_soon(replaced)
-        if new_us is None:
-            return None
-        self._store.note_added(new_us)
-        return member, new_us
+    def _replace(self, new: Sequence[Replacement], *, cancelled: bool) -> Collection[int]:
+        state, by_id = CANCELLED if cancelled else WAITING, {one.name: one for one in new}
+        # In one order, else two such calls would be a deadlock.
+        asked = select(*(each for each in _ROW if each.name != "id"), _ROW.id)
+        asked = asked.where(_ROW.id.in_(list(by_id)), LISTED).order_by(_ROW.id).with_for_update()
 
-    def is_taken(self, task_id: str) -> bool:
-        taken = self._of_task(task_id).where(_ROW.state == TAKEN)
-        return self._look_up(lambda connection: connection.execute(taken).first()) is not None
+        def replaced(connection: Connection) -> Collection[int]:
+            written, removed = {}, []
+            for row in connection.execute(asked).mappings():
+                one = by_id[row["id"]]
+                if row["entry"] != one.entry:
+                    continue
+                if not one.content:
+                    removed.append(one.name)
+                    continue
+                values = {"state": state, "next_us": one.due_us, "refusals": 0, "reason": None}
+                written[one.name] = {**row, **values, "entry": one.content}
+            if removed:
+                connection.execute(delete(TASKS).where(_ROW.id.in_(removed)))
+            if written:
+                connection.execute(self._store.upsert, list(written.values()))
+            return [*written, *removed]
+
+        done: Collection[int] = self._store.do_soon(replaced)
+        if done:
+            self._store.note_added(min(by_id[each].due_us for each in done))
+        return done

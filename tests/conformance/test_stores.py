@@ -327,7 +327,7 @@ def test_a_refused_task_is_tried_again_then_parked_and_stops_no_other(store: Sto
     (waits,) = tasks(store).page().tasks
     assert waits.due_us < now_us() + HOUR_US
     for _ in range(REFUSALS_UNTIL_PARKED - 1):
-        assert tasks(store).move("order-1", None)
+        assert tasks(store).move(["order-1"], lambda task: None)[0]
         taken = store.take()
         (row,) = taken.rows
         again = row._replace(refusals=REFUSALS_UNTIL_PARKED - 1)
@@ -391,8 +391,8 @@ def test_a_cancelled_task_is_not_listed_and_is_published_at_once_as_cancelled(
     store: Store,
 ) -> None:
     add(store, 1, 2)
-    assert tasks(store).cancel("order-1").verdict is Verdict.DONE
-    assert tasks(store).cancel("order-1").verdict is Verdict.UNKNOWN
+    assert tasks(store).cancel(["order-1"])[0].verdict is Verdict.DONE
+    assert tasks(store).cancel(["order-1"])[0].verdict is Verdict.UNKNOWN
     assert (listed(store), tasks(store).count(), store.census().waiting) == (["order-2"], 1, 1)
     broker = Broker()
     assert dispatched(store, broker) == ["order-1"]
@@ -401,7 +401,7 @@ def test_a_cancelled_task_is_not_listed_and_is_published_at_once_as_cancelled(
 
 def test_a_cancelled_task_whose_broker_is_away_stays_unlisted(store: Store) -> None:
     add(store, 1)
-    tasks(store).cancel("order-1")
+    tasks(store).cancel(["order-1"])
     taken = store.take()
     assert len(taken.rows) == 1
     store.settle(taken, (), ())
@@ -415,7 +415,7 @@ def test_a_cancelled_task_whose_dispatcher_died_stays_cancelled(
     for module in ("sql", "redis"):
         monkeypatch.setattr(f"celery_native_delay.store.{module}.LEASE_SECONDS", 0.1)
     add(store, 1)
-    assert tasks(store).cancel("order-1")
+    assert tasks(store).cancel(["order-1"])[0]
     assert len(store.take().rows) == 1
     wait_until(lambda: store.release() > 0)
     assert (listed(store), store.census().waiting) == ([], 0)
@@ -427,18 +427,20 @@ def test_a_cancelled_task_whose_dispatcher_died_stays_cancelled(
 def test_it_is_too_late_for_a_task_that_a_dispatcher_has_taken(store: Store) -> None:
     add(store, 1, wait_us=-1)
     taken = store.take()
-    for change in (tasks(store).cancel, lambda one: tasks(store).move(one, None)):
-        assert change("order-1").verdict is Verdict.TOO_LATE
+    add(store, 2)
+    both = ["order-1", "order-2"]
+    for outcomes in (tasks(store).move(both, lambda task: task.due_us), tasks(store).cancel(both)):
+        assert [each.verdict for each in outcomes] == [Verdict.TOO_LATE, Verdict.DONE]
     store.settle(taken, taken.rows, ())
-    assert tasks(store).cancel("order-1").verdict is Verdict.UNKNOWN
+    assert tasks(store).cancel(["order-1"])[0].verdict is Verdict.UNKNOWN
 
 
 def test_a_moved_task_is_due_at_its_new_time(store: Store) -> None:
     add(store, 1, 2)
     at_us = now_us() + 2 * HOUR_US
-    assert tasks(store).move("order-1", at_us).due_us == at_us
+    assert tasks(store).move(["order-1"], lambda task: at_us)[0].due_us == at_us
     assert listed(store) == ["order-2", "order-1"]
-    assert tasks(store).move("order-2", None)
+    assert tasks(store).move(["order-2"], lambda task: None)[0]
     broker = Broker()
     assert dispatched(store, broker) == ["order-2"]
     assert broker.published[0].due_us <= now_us()
@@ -450,7 +452,9 @@ def test_of_a_cancel_and_a_dispatcher_at_the_same_time_one_wins(store: Store, ur
     outcomes: list[Any] = []
 
     def cancel() -> None:
-        outcomes.extend(tasks(other).cancel(f"order-{number}") for number in range(60))
+        for first in range(0, 60, 3):
+            ids = [f"order-{first + number}" for number in range(3)]
+            outcomes.extend(tasks(other).cancel(ids))
 
     thread = Thread(target=cancel)
     thread.start()
@@ -535,7 +539,7 @@ def test_names_that_differ_in_case_accents_or_trailing_spaces_are_different_name
     for task_id in every:
         seen = store.state.read(RecordName("key", task_id))
         assert (seen.text, len(seen.messages)) == (json.dumps({"id": task_id}), 1)
-    assert tasks(store).cancel("order")
+    assert tasks(store).cancel(["order"])[0]
     assert sorted(listed(store)) == sorted(others)
     with closing(opened(url, store.namespace.upper())) as other:
         assert listed(other) == []
@@ -767,8 +771,8 @@ def test_a_change_that_its_caller_gave_up_under_another_sessions_lock_never_happ
         with engine.begin() as other:
             other.execute(locked)
             for change in (
-                lambda: tasks(brief).cancel("order-1"),
-                lambda: tasks(brief).move("order-2", None),
+                lambda: tasks(brief).cancel(["order-1"]),
+                lambda: tasks(brief).move(["order-2"], lambda task: None),
                 lambda: brief.remove(first.key, first.entry),
             ):
                 with pytest.raises(StoreUnavailable):
@@ -778,7 +782,7 @@ def test_a_change_that_its_caller_gave_up_under_another_sessions_lock_never_happ
         with engine.begin() as other:
             other.execute(locked)
             with pytest.raises(StoreUnavailable):
-                tasks(brief).cancel("order-1")
+                tasks(brief).cancel(["order-1"])
             wait_until(lambda: within._idle.qsize() == within._count)
         assert [(task.id, task.due_us) for task in tasks(store).page().tasks] == before
 

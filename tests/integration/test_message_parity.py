@@ -313,13 +313,14 @@ class Site:
     def _moved(self, way: str, sent: Sent) -> None:
         """The message waits in a store, and is moved there."""
         self._plainly(way, sent, "stored", seconds=5)
-        outcome = self.waiting.move(sent.headers["id"], due_us(eta_in(DELAY_SECONDS)))
+        then_us = due_us(eta_in(DELAY_SECONDS))
+        (outcome,) = self.waiting.move([sent.headers["id"]], lambda task: then_us)
         assert outcome, outcome
 
     def _cancelled(self, way: str, sent: Sent) -> None:
         """The message is cancelled; a copy that announces it arrives at once."""
         self._plainly(way, sent, "stored", seconds=5)
-        outcome = self.waiting.cancel(sent.headers["id"])
+        (outcome,) = self.waiting.cancel([sent.headers["id"]])
         assert outcome, outcome
 
     @property

@@ -21,6 +21,7 @@ from celery_native_delay.finding import WRONG
 from celery_native_delay.rates.in_redis import RedisLines
 from celery_native_delay.rates.line import Asked
 from celery_native_delay.rates.rate import Rate
+from celery_native_delay.records.waiting import Replacement
 from celery_native_delay.redis_server import RIGHTS
 from celery_native_delay.store import redis as redis_store
 from celery_native_delay.store.opened import store_at
@@ -187,11 +188,11 @@ def test_a_full_redis_takes_no_task_and_lets_waiting_ones_go(server: ServerName)
         assert any("maxmemory" in each.problem for each in store.findings())
         assert store.leads("a")
         assert store.state.claim(NAME, kept_us=HOUR_US)
-        assert tasks(store).cancel("order-3")
+        assert tasks(store).cancel(["order-3"])[0]
         broker = Broker()
         broker.refuses.add("order-2")
         assert dispatched(store, broker) == ["order-3", "order-1"]
-        assert tasks(store).move("order-2", None)
+        assert tasks(store).move(["order-2"], lambda task: None)[0]
         assert dispatched(store) == ["order-2"]
         assert listed(store) == ["order-4"]
 
@@ -229,10 +230,10 @@ def test_calls_that_were_given_up_leave_their_rows_as_they_are(empty_redis: Priv
         add(patient, 2)
         wait_until(lambda: taken_by(brief) == [row.key])
         (row,) = patient.rows_after(None, limit=9)
-        change = row.key, row.entry.encode(), None, ""
-        long_ago_us = patient.now_us() - HOUR_US
-        assert brief.replace(*change, cancelled=True, asked_us=long_ago_us) is None
-        assert brief.replace(*change, cancelled=True, asked_us=patient.now_us() + HOUR_US)
+        change = [Replacement(row.key.decode(), row.entry, row.next_us, "")]
+        for patience_us, changed in ((-HOUR_US, set()), (HOUR_US, {change[0].name})):
+            brief.patience_us = patience_us
+            assert brief.replace(change, cancelled=True) == changed
 
 
 def taken_by(store: redis_store.RedisStore, *, late_us: int = 0) -> list[object] | None:

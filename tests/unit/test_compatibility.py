@@ -238,7 +238,7 @@ def filled(store: Store) -> None:
     add(taken=1)
     store.take()
     add(waiting=FAR_US, cancelled=FAR_US)
-    assert store.tasks(None).cancel("cancelled")
+    assert store.tasks(None).cancel(["cancelled"])[0]
     assert store.leads("9f00")
     text = KEYS["unique"].encoded()
     store.state.change(KEY, lambda seen: Change(text, FAR_US, None))

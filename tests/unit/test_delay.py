@@ -70,6 +70,19 @@ def test_a_cancel_whose_answer_was_lost_raises_that_its_outcome_is_unknown(
     assert [task.id for task in delay.ls()] == [sent[2].id]
 
 
+@pytest.mark.parametrize("change", ["cancel_all", "run_all_now"])
+def test_many_tasks_are_changed_some_at_a_time_with_an_outcome_for_each(
+    delay: Delay, sent: list[AsyncResult], monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    monkeypatch.setattr("celery_native_delay.app.delay.AT_ONCE", 2)
+    given = [sent[2], "nobody", sent[0], sent[1], sent[0]]
+    outcomes = getattr(delay, change)(given)
+    assert [each.id for each in outcomes] == [str(getattr(task, "id", task)) for task in given]
+    unlisted = Verdict.UNKNOWN if change == "cancel_all" else Verdict.DONE
+    expected = [Verdict.DONE, Verdict.UNKNOWN, Verdict.DONE, Verdict.DONE, unlisted]
+    assert [each.verdict for each in outcomes] == expected
+
+
 # ---- results of ls() ----------------------------------------------------------------------
 
 

@@ -151,7 +151,7 @@ def test_a_hold_that_is_renewed_lets_each_task_go_once(monkeypatch: pytest.Monke
             lambda query: [SimpleNamespace(id="a"), SimpleNamespace(id="b")]
         )
 
-        def _change(self, ids: list[str], move: object) -> list[bool]:  # type: ignore[override]
+        def _move(self, ids: list[str], due_us: object) -> list[bool]:  # type: ignore[override]
             rounds.append(ids)
             assert len(rounds) < 3, "it never ends"
             return [True, True]

@@ -7,19 +7,21 @@ once. The worker that receives the message does not run the task, but reports th
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from ...due_time import eta_of, milliseconds_up
 from ...errors import CannotDelay
 from ...keyed.record import key_and_kind
 from ...message import CANCELLED, HEADER
-from ...records.waiting import HELD, DueTime, Edit, Outcome, Waiting
+from ...records.waiting import HELD, Edit, Replacement, Waiting
 from ...store.entry import NO_TASK
 from ...store.redis_tasks import RedisTasks
 from ..virtual.from_store import entry_of as entry_of_message
 from ..virtual.from_store import message_of
 from ..virtual.wrapping import delivery_id_of, encoded, unwrapped, wrapped
 from .entry import entry_of, opened_entry
+from .store import BATCH
 
 
 class RedisWaitingTasks(RedisTasks):
@@ -32,20 +34,15 @@ class RedisWaitingTasks(RedisTasks):
         self._queue_of, self._destination = channel.queue_of, channel.destination
         super().__init__(channel.delays.own, channel.delays)
 
-    def _change(
-        self,
-        task_id: str,
-        due_us: int | DueTime | None,
-        *,
-        cancelled: bool,
-        edit: Edit | None = None,
-    ) -> Outcome:
-        outcome = super()._change(task_id, due_us, cancelled=cancelled, edit=edit)
-        if outcome and due_us is None:
+    def _replace(self, new: Sequence[Replacement], *, cancelled: bool) -> Collection[str]:
+        done = super()._replace(new, cancelled=cancelled)
+        now_us = self._now_us()
+        due = sum(one.due_us <= now_us for one in new)
+        with self._explained():
             # Due messages are moved into their queues now, so that they are not listed as waiting.
-            with self._explained():
+            for _ in range(0, due, BATCH):
                 self._rows.promote(version=self._delays.version)
-        return outcome
+        return done
 
     def _changed(self, entry: bytes, due_us: int, edit: Edit | None, *, cancelled: bool) -> str:
         destination, envelope = opened_entry(entry)
