@@ -14,7 +14,11 @@ _CHUNK = 65_536
 def connected(path: Path) -> socket.socket:
     """A connection to a server at a Unix socket."""
     connection = socket.socket(socket.AF_UNIX)
-    connection.connect(str(path))
+    try:
+        connection.connect(str(path))
+    except OSError:
+        connection.close()
+        raise
     return connection
 
 
