@@ -112,9 +112,9 @@ class DelaySettings:
     resolution: float = 0.125
     fused_bits: int = 15
     declare: bool = True
-    """If off, this package declares, binds and deletes nothing on RabbitMQ, and raises
-    ``NotDeclared`` if a queue, exchange or binding is missing. `celery -A PROJ delay export` writes
-    all declarations for other tools. Default: True."""
+    """If off, workers and producers declare, bind and delete nothing on RabbitMQ, and raise
+    ``NotDeclared`` if a queue or exchange is missing. `celery -A PROJ delay declare`, run as a user
+    who may, then declares all. Default: True."""
     landing: tuple[str, ...] = ()
     """Names of exchanges to which consumers without this package bind queues, and of queues that
     may be full and then refuse messages. A due message for one of these goes to a queue of this

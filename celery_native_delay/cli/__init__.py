@@ -2,7 +2,6 @@
 
 from . import (  # noqa: F401  each registers its commands
     broker,
-    export,
     holds,
     migrate,
     monitoring,

@@ -397,19 +397,6 @@ def test_an_app_that_may_not_declare_works_as_shown() -> None:
     assert app.amqp.queues["orders"].no_declare
 
 
-def test_the_export_shown_is_what_the_command_writes(shop: Path) -> None:
-    (text,) = (
-        example.text
-        for example in EXAMPLES
-        if re.match(r"\$ celery -A shop delay export .*\n[^$]", example.text)
-    )
-    line, _, said = text.partition("\n")
-    *command, into, file = shlex.split(line)[2:]
-    done = subprocess.run([CELERY, *command], cwd=shop, capture_output=True, text=True, check=True)
-    assert (done.stderr, into, file) == (said, ">", "delays.json")
-    assert done.stdout.startswith("{")
-
-
 def test_settings_are_taken_from_the_configuration_and_from_keywords() -> None:
     names: dict[str, Any] = {"Celery": Celery, "install": install}
     exec(only("settings-both").text, names)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from time import sleep
 from typing import Any
 
 from amqp.exceptions import NotFound, ResourceLocked
 
-from ...errors import ManagementUnavailable, NativeDelayError
+from ...errors import ManagementUnavailable, NativeDelayError, NotDeclared
 from ...finding import Finding
 from ...settings import DelaySettings
 from ..interface import AdminPart, Backlog, ParkedTask, Rescue, Told
-from .declaring import not_declared, permissions_explained
+from .blueprint import note_queues
+from .declaring import permissions_explained
+from .delays import RabbitDelays
 from .inspection import COUNTED_ANEW_SECONDS, examine, verify
 from .management import ManagementAPI, management_of
 from .parking import count, peek, rescue
@@ -35,10 +37,22 @@ class RabbitMQAdminPart(AdminPart):
         self._queues = queues
 
     def declare(self, queues: Sequence[Any]) -> Told:
-        """Declare the app's queues and this package's delay queues."""
+        """Declare the app's queues and this package's delay queues.
+
+        If native_delay_declare is off, this is what declares for workers and producers, and also
+        binds queues that have kombu's ``no_declare``. Raises NotDeclared if one is missing.
+        """
         if not self._settings.declare:
-            raise not_declared("nothing is declared by this app")
+            connection, settings = self._channel.connection, replace(self._settings, declare=True)
+            self._delays = connection.delays = RabbitDelays(connection, settings)
         with permissions_explained(self._topology):
+            if not self._settings.declare:
+                for queue in queues:
+                    if queue.no_declare and self._delays.declarer.depth(queue.name) is None:
+                        raise NotDeclared(
+                            f"queue {queue.name!r} is missing, and has no_declare: declare it first"
+                        )
+                note_queues(self._delays.mirror, self._topology, queues)
             for queue in queues:
                 queue(self._channel).declare()
             prepared = self._delays.prepare(redeclare=True, consuming=True)
@@ -70,8 +84,6 @@ class RabbitMQAdminPart(AdminPart):
             return sum(self._purged(hop.queue) for hop in self._topology.level_queues)
 
     def uninstall(self) -> list[str]:
-        if not self._settings.declare:
-            raise not_declared(f"this app does not delete {self._topology.space}.*")
         topology, delays, api = self._topology, self._delays, self._api()
         space = f"{topology.space}."
         try:

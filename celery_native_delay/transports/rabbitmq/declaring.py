@@ -184,8 +184,8 @@ def not_permitted(refused: AccessRefused, topology: Topology) -> NotPermitted:
 def not_declared(missing: str) -> NotDeclared:
     """Return the error for a missing queue or exchange if ``native_delay_declare`` is off."""
     return NotDeclared(
-        f"{missing}, and native_delay_declare is off: import what `celery -A PROJ delay export` "
-        f"writes (rabbitmqctl import_definitions), or set native_delay_declare = True. "
+        f"{missing}, and native_delay_declare is off: run `celery -A PROJ delay declare` as a "
+        f"user who may declare, or set native_delay_declare = True. "
         f"`celery -A PROJ delay verify` lists all that is missing"
     )
 

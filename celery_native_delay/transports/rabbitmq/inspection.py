@@ -33,7 +33,7 @@ COUNTED_ANEW_SECONDS = 6.0
 #: The advice for a missing queue or exchange, by ``native_delay_declare``.
 _WAYS_OUT = {
     True: "start an installed worker, or run `celery -A PROJ delay declare`",
-    False: "import what `celery -A PROJ delay export` writes, or set native_delay_declare = True",
+    False: "run `celery -A PROJ delay declare` as a user who may declare",
 }
 
 _HELD_UP = (
@@ -45,10 +45,7 @@ _HELD_UP = (
 def verify(delays: RabbitDelays, api: ManagementAPI, queues: Sequence[Any] = ()) -> list[Finding]:
     """Find missing or wrong queues, exchanges, bindings and policies on RabbitMQ."""
     topology = delays.topology
-    if topology.settings.declare:
-        plan = list(topology.plan())
-    else:
-        plan = list(blueprint(topology, queues).delays())
+    plan = list(topology.plan()) if topology.settings.declare else blueprint(topology, queues)
     try:
         found = [*_compare(topology, plan, api), *overriding_policies(api, topology)]
         found = _by_rights(delays, found) + refusing_findings(api, topology)

@@ -88,12 +88,12 @@ class Mirror:
         self.remember_type(exchange, kind)
         self.version += 1
         if arguments and "alternate-exchange" in arguments:
-            self._note_landing(exchange)
+            self.note_landing(exchange)
 
     def exchange_bound(self, source: str) -> None:
         """Remember that the user bound another exchange to the exchange *source*."""
         # This binding cannot be copied, so delayed messages need a landing queue.
-        self._note_landing(source)
+        self.note_landing(source)
 
     def exchange_deleted(self, exchange: str) -> list[Unbinding]:
         """Forget a deleted exchange; return the bindings to remove from the delivery exchange."""
@@ -244,7 +244,8 @@ class Mirror:
         ends = (mirrored.queue, self._topology.queue_landing_queue(mirrored.queue))
         return [Unbinding(binding.source, end, binding.routing_key) for end in ends]
 
-    def _note_landing(self, exchange: str) -> None:
+    def note_landing(self, exchange: str) -> None:
+        """Remember that due messages reach *exchange* through a landing queue."""
         if self.ignores(exchange):
             return
         self.pending_landings[exchange] = None

@@ -6,9 +6,8 @@ Without ``transport_options["native_delay"]``, this transport behaves as kombu's
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakSet
 
 from kombu.transport import pyamqp
@@ -33,9 +32,6 @@ from .from_store import RowPublisher, entry_of, entry_of_wait
 from .mirror import is_internal
 from .template import FramedPublication, RabbitTaskTemplate
 from .wrapping import unwrap
-
-if TYPE_CHECKING:
-    from .blueprint import Exported
 
 #: Milliseconds until the kernel gives up on unacknowledged data. With py-amqp's 1 s, messages are
 #: lost without an error when the broker pauses (memory alarm, failover).
@@ -338,28 +334,6 @@ class Transport(pyamqp.Transport):  # type: ignore[misc]
             with suppress(SettingsError):  # the connection keeps it for the first publish
                 load(settings_from_option(options[OPTION]))
         return super().establish_connection()
-
-    def export(
-        self,
-        settings: DelaySettings,
-        queues: Sequence[Any],
-        *,
-        vhost: str | None = None,
-        own_queues: bool = True,
-    ) -> Exported:
-        """Return RabbitMQ definitions (JSON) for an app, without a connection.
-
-        Args:
-            settings: the delay settings of the app.
-            queues: the app's queues, as kombu objects.
-            vhost: the virtual host; None means the virtual host of the broker URL.
-            own_queues: True includes *queues*, with their exchanges and bindings. False includes
-                only the queues, exchanges and bindings of this package.
-        """
-        from .blueprint import export
-
-        vhost = vhost or self.client.virtual_host or "/"
-        return export(settings, queues, vhost, own_queues=own_queues)
 
     def bulk_publisher(self, *, window: int) -> Any:
         from ..bulk_publisher import BulkPublisher

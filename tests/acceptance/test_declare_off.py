@@ -1,13 +1,13 @@
-"""An app whose users may not declare anything; the queues come from an imported export."""
+"""An app whose users may not declare anything; another user runs `delay declare`."""
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ import pytest
 from celery import Celery
 from kombu import Connection
 
-from celery_native_delay import NotDeclared, install
+from celery_native_delay import NotDeclared
+from celery_native_delay.app.installation import admin_part
 from celery_native_delay.testing import PrivateRabbitMQ
 from celery_native_delay.transports.rabbitmq.topology import Topology
 from tests.acceptance.worker import FEW_LEVELS, Fleet, fleet_on
@@ -42,25 +43,28 @@ def limited(rabbitmq: PrivateRabbitMQ, vhost: str, tmp_path: Path) -> Iterator[F
         yield fleet
 
 
-def import_export(rabbitmq: PrivateRabbitMQ, app: Celery) -> Topology:
-    """Import the definitions that *app* needs into the broker; returns the plan."""
-    transport = app.connection_for_write().transport
-    settings = install(app)._native_delay.settings()
+def declare(url: str, app: Celery) -> Topology:
+    """Declare what *app* needs, as the administrator of *url*; returns the plan."""
     queues = list(app.amqp.queues.values())
-    exported = transport.export(settings, queues)
-    rabbitmq.api("POST", "/definitions", json.loads(exported.text))
-    return Topology(settings)
+    with Connection(url) as owner:
+        for queue in queues:
+            mine = copy(queue)
+            mine.no_declare = mine.exchange.no_declare = False
+            mine(owner.default_channel).declare()
+    with app.connection_for_write(url) as connection:
+        admin_part(app, connection).declare(queues)
+    return Topology(app._native_delay.settings())
 
 
 @on_one_version
 def test_users_without_configure_permission_delay_and_run_tasks(
-    rabbitmq: PrivateRabbitMQ, vhost: str, limited: Fleet
+    rabbitmq: PrivateRabbitMQ, vhost: str, vhost_url: str, limited: Fleet
 ) -> None:
     """Through every kind of exchange, and a retry in the worker."""
     app = limited.app()
-    with pytest.raises(NotDeclared, match="delay export"):
+    with pytest.raises(NotDeclared, match="delay declare"):
         app.send_task("note", countdown=1)
-    import_export(rabbitmq, app)
+    declare(vhost_url, app)
     there = {queue["name"] for queue in rabbitmq.queues(vhost)}
     limited.worker(more=QUIET).wait_for_log("native delay:", "found declared")
     sent = [
@@ -98,7 +102,7 @@ def permissions_of_the_guide() -> dict[str, dict[str, str]]:
 def test_the_permissions_of_the_guide_are_enough(
     rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str, tmp_path: Path
 ) -> None:
-    """Also for remote control, and for parked tasks whose queue is not in the export."""
+    """Also for remote control, and for parked tasks whose queue is not bound."""
     urls = {
         who: rabbitmq.add_user(
             f"{who}-{vhost}",
@@ -115,7 +119,7 @@ def test_the_permissions_of_the_guide_are_enough(
     }
     with fleet_on(urls["producers"], tmp_path, **CONF) as fleet:
         app = fleet.app()
-        topology = import_export(rabbitmq, app)
+        topology = declare(vhost_url, app)
         with Connection(vhost_url) as admin:
             channel = admin.default_channel
             pattern = topology.delivery_pattern("%.side")
@@ -149,7 +153,7 @@ def remind(user):
 def test_the_app_of_the_guide_runs_tasks_as_the_users_of_the_guide(
     rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str, tmp_path: Path
 ) -> None:
-    """Immediate and delayed tasks, with the queue and the exchange of the export only."""
+    """Immediate and delayed tasks, with the queue and the exchange of the guide only."""
     sources = {}
     for who, patterns in permissions_of_the_guide().items():
         url = rabbitmq.add_user(f"guides-{who}-{vhost}", "secret", vhost=vhost, **patterns)
@@ -159,7 +163,7 @@ def test_the_app_of_the_guide_runs_tasks_as_the_users_of_the_guide(
     exec(sources["producers"], names)
     (tmp_path / "shop.py").write_text(sources["workers"])
     with closing(names["app"]) as app:
-        import_export(rabbitmq, app)
+        declare(vhost_url, app)
         ids = [names["remind"].apply_async((7,), countdown=wait).id for wait in (None, 0.5)]
     command = [sys.executable, "-m", "celery", "-A", "shop", "worker", "--pool=solo", "-l", "INFO"]
     log = tmp_path / "worker.log"
@@ -174,11 +178,11 @@ def test_the_app_of_the_guide_runs_tasks_as_the_users_of_the_guide(
 
 
 @on_one_version
-def test_a_worker_without_imported_definitions_names_the_missing_ones_and_runs_immediate_tasks(
+def test_a_worker_without_delay_queues_names_the_missing_ones_and_runs_immediate_tasks(
     vhost_url: str, tmp_path: Path
 ) -> None:
     with fleet_on(vhost_url, tmp_path, **CONF | {"no_declare": False}) as fleet:
         worker = fleet.worker(more=QUIET)
-        worker.wait_for_log("native delay is OFF", ".ready is missing", "delay export")
+        worker.wait_for_log("native delay is OFF", ".ready is missing", "delay declare")
         task_id = fleet.app().send_task("note").id
         fleet.record.wait_for(task_id=task_id)

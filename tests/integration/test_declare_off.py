@@ -1,18 +1,15 @@
-"""`delay export`: other tools import its definitions, and delays work."""
+"""``native_delay_declare`` off: only `delay declare` declares, and delays work."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from kombu import Connection
+from kombu import Connection, Exchange, Queue
 
 from celery_native_delay import DelaySettings, NotDeclared
 from celery_native_delay.testing import PrivateRabbitMQ, vhost_name
-from celery_native_delay.transports.rabbitmq.blueprint import export
 from celery_native_delay.transports.rabbitmq.topology import Topology
 from tests.brokers import on_one_version
 from tests.integration.project import Project
@@ -27,7 +24,6 @@ from tests.integration.traffic import (
     parked_count,
 )
 from tests.traffic import publish
-from tests.unit.test_export import QUEUES
 from tests.waiting import wait_until
 
 APP = """
@@ -49,7 +45,7 @@ install(app, **{settings!r})
 
 SMALL = {"levels": 6, "fused_bits": 3, "declare": False}
 
-REMEDY = "import what `celery -A PROJ delay export` writes, or set native_delay_declare = True"
+REMEDY = "run `celery -A PROJ delay declare` as a user who may declare"
 
 
 @pytest.fixture
@@ -57,22 +53,6 @@ def shop(tmp_path: Path, rabbitmq: PrivateRabbitMQ, vhost_url: str) -> Project:
     """An app with native_delay_declare off, on an empty virtual host."""
     settings = SMALL | {"management_url": rabbitmq.management_url}
     return Project(tmp_path, settings).write(APP, vhost_url)
-
-
-def by_command(rabbitmq: PrivateRabbitMQ, file: Path) -> None:
-    """Import by `rabbitmqctl import_definitions`, which may run in a chroot."""
-    there = rabbitmq.data_dir / "exported.json"
-    there.write_text(file.read_text())
-    inside = "/" / there.relative_to(rabbitmq.installation.root)
-    rabbitmq.rabbitmqctl("import_definitions", str(inside))
-    there.unlink()
-
-
-def by_api(rabbitmq: PrivateRabbitMQ, file: Path) -> None:
-    rabbitmq.api("POST", "/definitions", json.loads(file.read_text()))
-
-
-BY = pytest.mark.parametrize("imports", [by_command, by_api])
 
 
 def held(rabbitmq: PrivateRabbitMQ, vhost: str) -> set[str]:
@@ -88,70 +68,35 @@ def held(rabbitmq: PrivateRabbitMQ, vhost: str) -> set[str]:
     return found
 
 
-def exported(shop: Project) -> None:
-    """Write the export of *shop* into its folder."""
-    (shop.folder / "exported").write_text(shop.delay("export").stdout)
-
-
-@BY
-def test_imported_definitions_pass_verify(
-    shop: Project, rabbitmq: PrivateRabbitMQ, imports: Callable[[PrivateRabbitMQ, Path], None]
-) -> None:
-    """By `rabbitmqctl import_definitions`, and by the management API."""
-    told = shop.told("export")
-    assert told["left_out"] == []
-    (shop.folder / "exported").write_text(told["text"])
+def test_what_delay_declare_makes_passes_verify(shop: Project) -> None:
+    """Although native_delay_declare is off, which verify alone does not change."""
     assert shop.told("verify", status=1)["findings"][0]["remedy"] == REMEDY
-    imports(rabbitmq, shop.folder / "exported")
+    assert shop.delay("declare").returncode == 0
     assert shop.told("verify")["healthy"] is True
-
-
-def test_the_management_api_imports_into_any_virtual_host(
-    rabbitmq: PrivateRabbitMQ, vhost: str
-) -> None:
-    """Posted for one virtual host, or for the host named in the definitions."""
-    settings = DelaySettings.from_mapping(SMALL)
-    exported = json.loads(export(settings, QUEUES, vhost).text)
-    rabbitmq.api("POST", "/definitions", exported)
-    other = vhost_name(rabbitmq.new_vhost())
-    try:
-        rabbitmq.api("POST", f"/definitions/{other}", exported)
-        assert held(rabbitmq, other) == held(rabbitmq, vhost)
-    finally:
-        rabbitmq.delete_vhost(other)
-    names = {json.loads(each)[1]["name"] for each in held(rabbitmq, vhost)}
-    assert {"orders", Topology(settings).ready_exchange} <= names
 
 
 @on_one_version
 @pytest.mark.ci
-def test_the_export_has_everything_that_declare_makes(
+def test_delay_declare_makes_at_least_as_much_as_if_native_delay_declare_were_on(
     tmp_path: Path, rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str
 ) -> None:
     """With the 64 level queues of the default settings."""
-    settings = {"management_url": rabbitmq.management_url, "declare": False}
-    shop = Project(tmp_path, settings).write(APP, vhost_url)
-    exported(shop)
-    by_command(rabbitmq, tmp_path / "exported")
-    assert shop.lines("verify")[-1].endswith("as expected")
-
+    settings = {"management_url": rabbitmq.management_url}
     other = rabbitmq.new_vhost()
     try:
-        shop.write(APP, other, declare=True)
-        assert shop.delay("declare").returncode == 0
-        declared = held(rabbitmq, vhost_name(other))
+        for url, declare in ((vhost_url, False), (other, True)):
+            shop = Project(tmp_path, settings).write(APP, url, declare=declare)
+            assert shop.delay("declare").returncode == 0
+            assert shop.lines("verify")[-1].endswith("as expected")
+        assert held(rabbitmq, vhost_name(other)) <= held(rabbitmq, vhost)
     finally:
         rabbitmq.delete_vhost(vhost_name(other))
-    assert declared <= held(rabbitmq, vhost)
 
 
 @on_one_version
-def test_verify_finds_a_missing_binding_after_an_import(
-    shop: Project, rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str
-) -> None:
-    """Where workers may not bind it, nothing but a new import does."""
-    exported(shop)
-    by_api(rabbitmq, shop.folder / "exported")
+def test_verify_finds_a_missing_binding(shop: Project, vhost_url: str) -> None:
+    """Where workers may not bind it, nothing but `delay declare` does."""
+    shop.delay("declare")
     topology = Topology(DelaySettings.from_mapping(SMALL))
     pattern = topology.delivery_pattern("%shop.orders.#")
     with Connection(vhost_url) as stranger:
@@ -159,52 +104,24 @@ def test_verify_finds_a_missing_binding_after_an_import(
     (found,) = (f for f in shop.told("verify", status=1)["findings"] if f["level"] == "wrong")
     assert found["problem"] == f"{topology.delivery_exchange}: not bound to orders with {pattern}"
     assert found["remedy"] == REMEDY
+    shop.delay("declare")
+    assert shop.told("verify")["healthy"] is True
 
 
 @on_one_version
-def test_delay_declare_is_refused_if_native_delay_declare_is_off(
-    shop: Project, rabbitmq_version: str
+def test_delay_declare_binds_queues_with_no_declare_and_names_missing_ones(
+    tmp_path: Path, rabbitmq: PrivateRabbitMQ, vhost_url: str
 ) -> None:
+    source = APP.replace('routing_key="orders.#"', 'routing_key="orders.#", no_declare=True')
+    settings = SMALL | {"management_url": rabbitmq.management_url}
+    shop = Project(tmp_path, settings).write(source, vhost_url)
     done = shop.delay("declare")
     assert done.returncode == 1
-    assert "native_delay_declare is off" in done.stderr
-    assert "delay export" in done.stderr
-
-
-# ---- without a broker ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("url", "settings", "why"),
-    [
-        (
-            "redis://127.0.0.1:9",
-            {},
-            "tasks wait there in celery_delay.v2.due, which the first task creates",
-        ),
-        ("sqs://", {}, "`celery -A PROJ delay declare` create the delay queues"),
-        ("memory://", {"store": "sqlite:////var/shop.db"}, "there in celery_delay of sqlite:"),
-        ("memory://", {}, "native delay has no store for memory"),
-    ],
-)
-def test_other_brokers_have_nothing_to_export(
-    tmp_path: Path, url: str, settings: dict[str, Any], why: str
-) -> None:
-    done = Project(tmp_path).write(APP, url, **settings).delay("export")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert why in done.stderr
-
-
-def test_the_virtual_host_comes_from_the_url_or_the_option(tmp_path: Path) -> None:
-    shop = Project(tmp_path).write(APP, "amqp://127.0.0.1:9/shop%2Feu", **SMALL)
-    said = json.loads(shop.delay("export").stdout)
-    told = shop.told("export", "--vhost", "other")
-    other = json.loads(told["text"])
-    kinds = ("exchanges", "queues", "bindings")
-    for kind in kinds:
-        assert {item["vhost"] for item in said[kind]} == {"shop/eu"}
-        assert {item["vhost"] for item in other[kind]} == {"other"}
-    assert [told[kind] for kind in kinds] == [len(other[kind]) for kind in kinds]
+    assert "queue 'orders' is missing, and has no_declare: declare it first" in done.stderr
+    with Connection(vhost_url) as owner:
+        Queue("orders", Exchange("shop", type="topic"), "orders.#")(owner.default_channel).declare()
+    assert shop.delay("declare").returncode == 0
+    assert shop.told("verify")["healthy"] is True
 
 
 # ---- a connection that may not declare -----------------------------------------------------
@@ -216,7 +133,7 @@ def test_a_publish_without_levels_names_both_remedies(vhost_url: str) -> None:
         declare_queue(connection, "orders")
         with pytest.raises(NotDeclared, match=rf"{TOPOLOGY.ready_exchange} is missing") as refused:
             publish(connection, "refused", "orders", delay=1)
-        assert "delay export" in str(refused.value)
+        assert "delay declare" in str(refused.value)
         assert "native_delay_declare = True" in str(refused.value)
         publish(connection, "immediate", "orders")
         with delaying(vhost_url) as admin:
@@ -244,7 +161,7 @@ def test_a_publish_names_a_deleted_level(vhost_url: str, damage: str) -> None:
                 assert bodies(letters.wait_for(1)) == ["later"]
 
 
-def test_users_declarations_leave_imported_objects_unchanged(
+def test_users_declarations_leave_declared_objects_unchanged(
     rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str
 ) -> None:
     """The user declares, binds, unbinds and deletes."""
@@ -277,12 +194,11 @@ def test_users_declarations_leave_imported_objects_unchanged(
     assert gone == set()
 
 
-def test_a_user_without_configure_permission_delays_to_every_exported_exchange(
+def test_a_user_without_configure_permission_delays_to_every_exchange(
     shop: Project, rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str
 ) -> None:
     """A fanout exchange as well, although its type cannot be asked for."""
-    exported(shop)
-    by_api(rabbitmq, shop.folder / "exported")
+    shop.delay("declare")
     limited = rabbitmq.add_user(f"limited-{vhost}", "secret", configure="", vhost=vhost)
     settings = {"namespace": "celery_delay", "resolution": 0.125, **SMALL}
     with delaying(limited, **settings) as connection:
