@@ -176,6 +176,13 @@ def runs_of(app: Celery, limit: int) -> list[RunStatus]:
     return ask_broker(app, looked)
 
 
+def has_runs(app: Celery) -> bool:
+    """Return True if a run of an app is known, without counting its tasks."""
+    return ask_broker(
+        app, lambda channel, settings: bool(latest_runs(channel.records(settings), 1))
+    )
+
+
 def open_run(
     app: Celery, run_id: str, task: str, now_us: int, job: str, kind: str = RUN_KIND
 ) -> RunRecord | None:

@@ -1,4 +1,4 @@
-"""Adds the pages *Delays*, *Rates* and *Schedules* and a REST API to Flower.
+"""Adds the pages *Delays*, *Rates*, *Schedules* and *Runs* and a REST API to Flower.
 
 Start Flower with ``celery -A proj delay flower``. Or add this line to the ``flowerconfig.py`` of
 ``celery flower``::

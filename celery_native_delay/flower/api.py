@@ -9,24 +9,29 @@ from collections.abc import Callable
 from dataclasses import asdict
 from datetime import datetime
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from flower.api import BaseApiHandler
 from tornado import escape, web
 
 from ..app.delay import Delay, listed
 from ..app.holds import TAKEN_UP_SECONDS
+from ..app.runs import Run
 from ..durations import moment_of, seconds_of
 from ..errors import InvalidDueTime, InvalidQuery
 from ..records.waiting import Outcome
 from ..transports.interface import AdminPart
-from .pages import Errors, ParkedHandler, ScheduleEntries, long_json
+from .pages import Errors, ParkedHandler, RunsHandler, ScheduleEntries, long_json
+
+T = TypeVar("T")
 
 #: The time limit of a change, in seconds. Changing one task takes a millisecond or two.
 _CHANGE_SECONDS = 60.0
 
-#: The time limit of a release, in seconds: some milliseconds for each task.
-_RELEASE_SECONDS = 86_400.0
+#: The time limit of a change of many tasks, in seconds: some milliseconds for each.
+_MANY_SECONDS = 86_400.0
+
+TAKES_LONGER = "it takes some time: the page shows when it is done"
 
 #: The largest number of ids in one request, so that the request ends within the time limit.
 _MOST_AT_ONCE = 1000
@@ -115,6 +120,13 @@ class ApiHandler(Errors, BaseApiHandler):
         self.application.delays_summary = None
         return outcomes
 
+    async def begun(self, change: Callable[[Delay], T]) -> T | None:
+        """Begin a change of many tasks; return its result, or None if it takes longer."""
+        asked = asyncio.ensure_future(self.asking.delay(change, within_seconds=_MANY_SECONDS))
+        done, _ = await asyncio.wait({asked}, timeout=2 * TAKEN_UP_SECONDS)
+        self.application.delays_summary = None
+        return done.pop().result() if done else None
+
 
 class ListDelays(ApiHandler):
     @web.authenticated
@@ -184,6 +196,37 @@ class ChangeSchedule(ApiHandler):
         self.write(answer)
 
 
+class ListRuns(ApiHandler, RunsHandler):
+    """Sends the runs of Spark fan-outs, those with the latest tasks first."""
+
+
+class ChangeRun(ApiHandler):
+    @web.authenticated
+    async def post(self, verb: str) -> None:
+        """Cancel or reschedule all tasks of a run; the JSON body has ``run``, and ``by``.
+
+        Rescheduling many tasks goes on after the answer.
+        """
+        self.changes()
+        body = self.body()
+        by: Any = self.moment({"by": body.get("by") or None}).get("by")
+        if not isinstance(body.get("run"), str) or (by is None) is (verb == "reschedule"):
+            raise web.HTTPError(
+                400, "expected the name of a run, and to reschedule it by, as in 2h"
+            )
+        run = Run(body["run"], app=self.capp)
+
+        def change(_: Delay) -> str:
+            if verb == "cancel":
+                run.cancel()
+                return f"run {run.run_id} is cancelled"
+            return f"{run.reschedule(by=by):,} task(s) moved"
+
+        message = await self.begun(change)
+        self.application.delays_runs = None
+        self.write({"run": run.run_id, "message": message or TAKES_LONGER})
+
+
 class ListHolds(ApiHandler):
     @web.authenticated
     async def get(self) -> None:
@@ -211,18 +254,11 @@ class ChangeHolds(ApiHandler):
             given["by"] = self._user()
         if verb == "drop":
             given.pop("seconds", None)
-        asked = asyncio.ensure_future(
-            self.asking.delay(
-                lambda delay: getattr(delay, verb)(**given), within_seconds=_RELEASE_SECONDS
-            )
-        )
-        done, _ = await asyncio.wait({asked}, timeout=2 * TAKEN_UP_SECONDS)
-        self.application.delays_summary = None
-        found = done.pop().result() if done else None
+        found = await self.begun(lambda delay: getattr(delay, verb)(**given))
         if isinstance(found, int):
             self.write({"message": f"{found:,} task(s) released", "released": found})
         elif found is None:
-            self.write({"message": "it takes some time: the page shows when it is done"})
+            self.write({"message": TAKES_LONGER})
         else:
             self.write({"message": f"{found.name}: workers follow within 5 s"} | found.as_json())
 

@@ -30,7 +30,7 @@ logger = get_logger(__name__)
 OURS = Path(__file__).parent / "templates"
 
 _NAVBAR = """\\1
-        {% for page in ('delays', 'rates', 'schedules') %}
+        {% for page in ('delays', 'rates', 'schedules', 'runs') %}
         {% if page in handler.application.linked or active_tab == page %}
         <li class="nav-item">
           <a class="nav-link{% if active_tab == page %} active{% end %}"
@@ -80,6 +80,8 @@ HANDLERS = [
     url(r"/delays/rates/lines", pages.LinesHandler, name="delays-lines"),
     url(r"/delays/schedules", pages.PageHandler, {"name": "schedules"}, name="schedules"),
     url(r"/delays/schedules/entries", pages.ScheduleEntries, name="schedules-entries"),
+    url(r"/delays/runs", pages.PageHandler, {"name": "runs"}, name="runs"),
+    url(r"/delays/runs/list", pages.RunsHandler, name="runs-list"),
     url(
         r"/delays/static/(.*)", StaticFileHandler, {"path": str(pages.STATIC)}, name="delays-static"
     ),
@@ -92,6 +94,8 @@ HANDLERS = [
         name="schedules-change",
     ),
     url(r"/api/delays/schedules/(pause|resume|run-now)/(.*)", api.ChangeSchedule),
+    url(r"/api/delays/runs", api.ListRuns),
+    url(r"/api/delays/runs/(cancel|reschedule)", api.ChangeRun, name="runs-change"),
     url(r"/api/delays/parked", api.ListParked),
     url(r"/api/delays/parked/(requeue|purge)", api.ChangeParked, name="delays-parked-change"),
     url(r"/api/delays/holds", api.ListHolds),
@@ -120,7 +124,7 @@ class DelayFlower(Flower):
         self.asking = Asking(self.capp)
         self._exposed: Exposed | None = None
         #: The names of the pages with a link in the navigation bar. "rates" and "schedules" have a
-        #: link only if the app's settings have rates or schedules.
+        #: link only if the app's settings have rates or schedules, "runs" once a run was seen.
         self.linked = {"delays"}
 
     def start(self) -> None:

@@ -15,6 +15,7 @@ from flower.views import BaseHandler
 from tornado import web
 
 from ..app.delay import Delay, listed
+from ..app.runs import has_runs, runs_of
 from ..errors import InvalidQuery, NativeDelayError, NoStore, StoreUnavailable
 from ..finding import WRONG, Finding
 from ..records.waiting import HELD_FROM_US, Query
@@ -31,6 +32,9 @@ _PARKED = 50
 #: The largest number of lines (waiting tasks with the same rate limit and key) on the page Rates.
 #: The browser sorts and searches the lines.
 MOST_LINES = 500
+
+#: The largest number of runs on the page Runs, and the seconds to count their waiting tasks.
+MOST_RUNS, _COUNT_SECONDS = 20, 60.0
 
 #: The largest number of tasks that one action on the page can change.
 MOST_IDS = 100_000
@@ -73,7 +77,7 @@ class Errors(BaseHandler):
 
 
 class PageHandler(Errors):
-    """Renders one HTML page: "delays", "rates" or "schedules"."""
+    """Renders one HTML page: "delays", "rates", "schedules" or "runs"."""
 
     def initialize(self, name: str) -> None:
         self._name = name
@@ -146,6 +150,8 @@ class Summary(Shared):
             "error": None,
         }
         try:
+            if await self.asking.delay(lambda _: has_runs(self.capp)):
+                self.application.linked.add("runs")
             return found | await self.asking.delay(_numbers)
         except NoStore as exc:
             return found | {"error": str(exc)}
@@ -194,6 +200,19 @@ def _numbers(delay: Delay) -> dict[str, Any]:
         "holds": [each.as_json() for each in delay.holds() if each.mode != "RetryAfter"],
         "histogram": [[bar.from_us, bar.until_us, bar.count] for bar in bars],
     }
+
+
+class RunsHandler(Shared):
+    """Sends the runs of Spark fan-outs, those with the latest tasks first."""
+
+    kept_as = "delays_runs"
+    kept_seconds = 10.0
+
+    async def answer(self) -> dict[str, Any]:
+        runs = await self.asking.delay(
+            lambda _: runs_of(self.capp, MOST_RUNS), within_seconds=_COUNT_SECONDS
+        )
+        return {"runs": [run.as_json() for run in runs], "now_us": round(time() * 1e6)}
 
 
 class ParkedHandler(Errors):
