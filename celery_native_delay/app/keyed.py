@@ -8,7 +8,7 @@ call sends no task, the call ends without a publish. The only exception:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Literal, TypeAlias, get_args
@@ -29,17 +29,22 @@ from ..keyed.records import KeyRecords, publish_under
 from ..keyed.rules import Seen, Step
 from ..now import time_ns
 from ..rates.declared import Debounce, DeclaredKey, Throttle, Unique
-from ..records.publishing import publishing
+from ..records.publishing import Collect, publishing
+from ..store.entry import StoreEntry
 from ..texts import is_text
 from ..transports.aliases import LONGEST_COUNTDOWN_SECONDS, delay_headers
 from .broker import ask_on_a_connection
 from .installation import delaying_channel, installation_of
+from .updating import arguments_of, check_signature, with_arguments
 
 logger = get_logger(__name__)
 
 Edge: TypeAlias = Literal["leading", "trailing", "both"]
 Until: TypeAlias = Literal["start", "end"]
 KeyKind: TypeAlias = Literal["debounce", "throttle", "throttle-trailing", "unique"]
+
+#: The argument in which a task gets the calls that a debounce has collected.
+CALLS = "calls"
 
 #: A function of ``keyed/rules.py`` that takes a key's stored state and the new task's id.
 _Call: TypeAlias = Callable[[Seen, str], Step]
@@ -60,6 +65,7 @@ class KeyedCalls:
         seconds: float,
         max_wait_seconds: float | None = None,
         announce: bool = False,
+        collect: int | None = None,
     ) -> KeyedResult:
         """Run a task once, *seconds* after the last of several calls with the same *key*.
 
@@ -71,6 +77,9 @@ class KeyedCalls:
                 these calls. By default, each call delays the task again, without a limit.
             announce: set the results of replaced tasks to REVOKED, with the reason. By default
                 these results stay pending.
+            collect: give the task the arguments of all these calls, in the keyword argument
+                ``calls``: a list of ``[args, kwargs]``, the first call first. The call that is
+                number *collect* (2 to 1000) runs the task at once; the next begins a new one.
 
         Returns:
             the result of the new task. The field *replaced* of the result is the id of the waiting
@@ -91,7 +100,13 @@ class KeyedCalls:
                 )
         _refuse_times(signature)
         call = partial(rules.debounce, quiet_us=quiet_us, longest_us=longest_us)
-        return self._publish(mark, call, signature, announce=announce)
+        if collect is None:
+            return self._publish(mark, call, signature, announce=announce)
+        if type(collect) is not int or not 2 <= collect <= 1000:
+            raise ValueError(f"expected collect to be a number from 2 to 1000, got {collect!r}")
+        call = partial(call, most_calls=collect, call_id=uuid())
+        its_call, merge = _collecting(self._app, signature), partial(_collected, self._app)
+        return self._publish(mark, call, its_call, announce=announce, collect=merge)
 
     def throttle(
         self,
@@ -205,7 +220,13 @@ class KeyedCalls:
         return partial(self._app.send_task, signature.task) if task is None else task.apply_async
 
     def _publish(
-        self, mark: Mark, call: _Call, signature: Signature, *, announce: bool = False
+        self,
+        mark: Mark,
+        call: _Call,
+        signature: Signature,
+        *,
+        announce: bool = False,
+        collect: Collect | None = None,
     ) -> KeyedResult:
         task, send = self._task(signature), self._send(signature)
         options = dict(signature.options)
@@ -218,7 +239,7 @@ class KeyedCalls:
         for each in ("countdown", "eta"):  # the channel sets the due time
             options.pop(each, None)
         task_id = options.pop("task_id", None) or uuid()
-        publish = publish_under(mark.name, lambda seen: call(seen, task_id), task_id)
+        publish = publish_under(mark.name, lambda seen: call(seen, task_id), task_id, collect)
         with publishing(publish):
             result = send(signature.args, signature.kwargs, task_id=task_id, **options)
         seen, step = publish.answer
@@ -303,9 +324,14 @@ def send_declared(
     given = {each: value for each, value in options.items() if value is not None}
     signature = Signature(name, args, kwargs, given, app=installation.app)
     match declared:
-        case Debounce(_, seconds, longest, announce):
+        case Debounce(_, seconds, longest, announce, collect):
             return calls.debounce(
-                signature, key=key, seconds=seconds, max_wait_seconds=longest, announce=announce
+                signature,
+                key=key,
+                seconds=seconds,
+                max_wait_seconds=longest,
+                announce=announce,
+                collect=collect,
             )
         case Throttle(_, seconds, edge, announce):
             return calls.throttle(signature, key=key, seconds=seconds, edge=edge, announce=announce)
@@ -370,6 +396,27 @@ def _refuse_times(signature: Signature) -> None:
         raise TypeError(
             f"expected a signature without {given[0]}: the call itself decides when the task runs"
         )
+
+
+def _collecting(app: Any, signature: Signature) -> Signature:
+    """Return the signature of a call whose arguments are collected in ``calls``."""
+    if CALLS in signature.kwargs:
+        raise TypeError(f"expected a call without the argument {CALLS}, which collects the calls")
+    kwargs = {**signature.kwargs, CALLS: [[list(signature.args), dict(signature.kwargs)]]}
+    check_signature(app, signature.task, signature.args, kwargs)
+    return Signature(signature.task, signature.args, kwargs, signature.options, app=app)
+
+
+def _collected(app: Any, new: StoreEntry, replaced: Sequence[StoreEntry]) -> StoreEntry:
+    """Put the calls that the waiting task has collected before those of the new one."""
+
+    def calls_of(entry: StoreEntry) -> list[Any]:
+        args, kwargs, _ = arguments_of(app, entry)
+        return kwargs.get(CALLS) or [[args, kwargs]]  # it is of a time without collect
+
+    args, kwargs, rest = arguments_of(app, new)
+    before = max(map(calls_of, replaced), key=len)  # each queue has a copy
+    return with_arguments(app, new, args, {**kwargs, CALLS: [*before, *kwargs[CALLS]]}, rest)
 
 
 #: States that a task can still leave. Celery's own revoke overwrites the same states.

@@ -62,7 +62,12 @@ def edit_of(
         if priority is not None:
             properties["priority"] = priority
         if args is not None or kwargs is not None:
-            entry = replace(entry, body=_body(app, entry, headers, args, kwargs))
+            old_args, old_kwargs, rest = arguments_of(app, entry)
+            new_args = old_args if args is None else list(args)
+            new_kwargs = old_kwargs if kwargs is None else dict(kwargs)
+            check_signature(app, str(headers["task"]), new_args, new_kwargs)
+            entry = with_arguments(app, entry, new_args, new_kwargs, rest)
+            headers |= {name: entry.headers[name] for name in ("argsrepr", "kwargsrepr")}
         if address is not None:
             entry = _readdressed(entry, properties, *address)
         return replace(entry, properties={**properties, "application_headers": headers})
@@ -95,38 +100,39 @@ def _readdressed(
     return replace(entry, exchange=exchange, routing_key=routing_key, queue=queue)
 
 
-def _body(
-    app: Celery,
-    entry: StoreEntry,
-    headers: dict[str, Any],
-    args: Sequence[Any] | None,
-    kwargs: Mapping[str, Any] | None,
-) -> bytes:
-    """Return the message's body with other arguments, and note them in *headers*."""
-    known, in_base64 = entry.properties, entry.properties.get("body_encoding") == "base64"
-    content_type, compression = known.get("content_type"), headers.get("compression")
-    data = b64decode(entry.body) if in_base64 else entry.body
+def arguments_of(app: Celery, entry: StoreEntry) -> tuple[Any, Any, Any]:
+    """Return args, kwargs and the third part of a task's body. Raises CannotDelay."""
+    known, compression = entry.properties, entry.headers.get("compression")
+    data = b64decode(entry.body) if known.get("body_encoding") == "base64" else entry.body
     try:
         data = decompress(data, compression) if compression else data
         accept = prepare_accept_content(app.conf.accept_content)
-        old_args, old_kwargs, embed = loads(
-            data, content_type, known.get("content_encoding"), accept=accept
-        )
-        new_args = old_args if args is None else list(args)
-        new_kwargs = old_kwargs if kwargs is None else dict(kwargs)
-        _check_signature(app, str(headers["task"]), new_args, new_kwargs)
-        body = (new_args, new_kwargs, embed)
-        _, _, text = dumps(body, registry.type_to_name[content_type])
+        content_type, encoding = known.get("content_type"), known.get("content_encoding")
+        args, kwargs, rest = loads(data, content_type, encoding, accept=accept)
     except (KombuError, KeyError) as exc:
         raise CannotDelay(f"cannot change the arguments: {type(exc).__name__}: {exc}") from exc
-    headers["argsrepr"] = saferepr(new_args, app.amqp.argsrepr_maxsize)
-    headers["kwargsrepr"] = saferepr(new_kwargs, app.amqp.kwargsrepr_maxsize)
+    return args, kwargs, rest
+
+
+def with_arguments(app: Celery, entry: StoreEntry, *body: Any) -> StoreEntry:
+    """Return the entry with another *body*: args, kwargs and a third part. Raises CannotDelay."""
+    known, compression = entry.properties, entry.headers.get("compression")
+    try:
+        _, _, text = dumps(body, registry.type_to_name[known["content_type"]])
+    except (KombuError, KeyError) as exc:
+        raise CannotDelay(f"cannot change the arguments: {type(exc).__name__}: {exc}") from exc
     made = text.encode() if isinstance(text, str) else text
     made = compress(made, compression)[0] if compression else made
-    return b64encode(made) if in_base64 else made
+    data = b64encode(made) if known.get("body_encoding") == "base64" else made
+    headers = {
+        **entry.headers,
+        "argsrepr": saferepr(body[0], app.amqp.argsrepr_maxsize),
+        "kwargsrepr": saferepr(body[1], app.amqp.kwargsrepr_maxsize),
+    }
+    return replace(entry, body=data, properties={**known, "application_headers": headers})
 
 
-def _check_signature(app: Celery, name: str, args: Any, kwargs: Any) -> None:
+def check_signature(app: Celery, name: str, args: Any, kwargs: Any) -> None:
     """Raise CannotDelay for arguments that ``apply_async`` would refuse, too."""
     task = app.tasks.get(name)
     if task is None or not task.typing:

@@ -56,8 +56,10 @@ class Record:
       is the time at which the last waiting task tries again.
     - *since_us*: the time of the first debounce call for the waiting task.
     - *window_us*: the end of a throttle's window.
-    - *opener*: the id of the task that began a throttle's window.
+    - *opener*: the id of the task that began a throttle's window; of a debounce that collects
+      calls, a random id of the last call.
     - *runs*: the executions that now have a lock of a unique or concurrent key.
+    - *calls*: the number of calls that the waiting task of a debounce has collected.
 
     All times are in microseconds since the epoch. Unset times are 0. Other unset fields
     are None.
@@ -69,6 +71,7 @@ class Record:
     window_us: int = 0
     opener: str | None = None
     runs: tuple[Run, ...] = ()
+    calls: int = 0
 
     @property
     def run(self) -> Run | None:
@@ -80,7 +83,7 @@ class Record:
     def encoded(self) -> str:
         """Return the state of the key as JSON. Equal states give equal JSON."""
         fields: dict[str, Any] = {"v": VERSION}
-        for name in ("id", "due_us", "since_us", "window_us", "opener"):
+        for name in ("id", "due_us", "since_us", "window_us", "opener", "calls"):
             if value := getattr(self, name):
                 fields[name] = value
         if self.runs:

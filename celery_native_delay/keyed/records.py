@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from ..records.interface import Change, Publish, RecordName, Records, Snapshot
-from ..records.publishing import RecordedPublish
+from ..records.publishing import Collect, RecordedPublish
 from .record import Record
 from .rules import Rule, Seen, Step
 
@@ -30,9 +30,11 @@ class KeyRecords:
         return self._records.change(_name_of(name), partial(_decided, rule), publish)
 
 
-def publish_under(name: str, rule: Rule, task_id: str) -> RecordedPublish:
+def publish_under(
+    name: str, rule: Rule, task_id: str, collect: Collect | None = None
+) -> RecordedPublish:
     """Return an object that publishes a task and changes the stored state of the task's key."""
-    return RecordedPublish(task_id, _name_of(name), partial(_decided, rule))
+    return RecordedPublish(task_id, _name_of(name), partial(_decided, rule), collect=collect)
 
 
 def _name_of(name: str) -> RecordName:

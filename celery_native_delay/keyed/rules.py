@@ -70,18 +70,34 @@ class Step:
 Rule: TypeAlias = Callable[[Seen], Step]
 
 
-def debounce(seen: Seen, new_id: str, *, quiet_us: int, longest_us: int | None = None) -> Step:
+def debounce(
+    seen: Seen,
+    new_id: str,
+    *,
+    quiet_us: int,
+    longest_us: int | None = None,
+    most_calls: int | None = None,
+    call_id: str | None = None,
+) -> Step:
     """Publish a new task in place of the waiting task with the same key.
 
     The new task is due *quiet_us* after this call, and at most *longest_us* after the first call.
+    If the task collects calls, it is due at once with *most_calls* of them. *call_id* is then a
+    random id of this call, which counts once although its publish is tried again.
     """
     now_us, known = seen.now_us, seen.record
+    if known is not None and call_id is not None and known.opener == call_id:
+        return Step(known, stands=known.id)
     waits = _waits(seen)
     since_us = known.since_us if known is not None and waits else now_us
     due_us = now_us + quiet_us
     if longest_us is not None:
         due_us = max(min(due_us, since_us + longest_us), now_us)
     record = Record(id=new_id, due_us=due_us, since_us=since_us)
+    if most_calls is not None:
+        calls = 1 + max(known.calls, 1) if known is not None and waits else 1
+        due_us = now_us if calls >= most_calls else due_us
+        record = replace(record, due_us=due_us, opener=call_id, calls=calls)
     return Step(record, due_us + BELIEVED_US, due_us, replaces=waits)
 
 
@@ -221,6 +237,7 @@ def carry(seen: Seen, *, task_id: str, known: Record, due_us: int) -> Step:
         return Step(seen.record, stands=here.id)
     later = max(here, known, key=lambda each: each.window_us)
     record = replace(later, id=task_id, due_us=due_us, since_us=known.since_us, runs=here.runs)
+    record = replace(record, calls=known.calls)
     return Step(record, max(due_us, later.window_us) + KEPT_US, due_us)
 
 

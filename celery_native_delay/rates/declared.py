@@ -38,6 +38,7 @@ class Debounce(DeclaredKey):
     seconds: float
     max_wait_seconds: float | None = None
     announce: bool = False
+    collect: int | None = None
 
 
 @dataclass(frozen=True)

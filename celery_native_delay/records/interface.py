@@ -59,6 +59,7 @@ class Change(Generic[T]):
     - *answer*: the value that :meth:`Records.change` returns.
     - *due_us*: the due time of a message to publish, or None to publish no message.
     - *replaces*: True to cancel the waiting messages that were read with the old state.
+    - *look*: a function that gets the texts of the cancelled messages before the new one is made.
     """
 
     text: str | None
@@ -66,6 +67,7 @@ class Change(Generic[T]):
     answer: T
     due_us: int | None = None
     replaces: bool = False
+    look: Callable[[Sequence[str]], object] | None = None
 
 
 #: A pure function that computes the change of a stored state, and may be called several times.

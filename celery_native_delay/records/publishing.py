@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 from ..errors import CannotDelay
 from .interface import Change, Decide, Publish, RecordName, Records, Snapshot
@@ -14,6 +14,10 @@ from .interface import Change, Decide, Publish, RecordName, Records, Snapshot
 
 class NotPublished(Exception):
     """Raised to end ``apply_async`` early, if no message is needed."""
+
+
+#: Puts what replaced messages have collected into a new one. All are ``StoreEntry``.
+Collect: TypeAlias = Callable[[Any, Sequence[Any]], Any]
 
 
 @dataclass
@@ -26,6 +30,7 @@ class RecordedPublish:
     - *decide*: a function that returns a :class:`Change`: the new state and the due time.
     - *answer*: the result of *decide* for the caller; None until :meth:`settle` has been called.
     - *due_us*: the due time of the published message; None if no message was published.
+    - *collect*: a function that completes the message by those that it replaces, or None.
     """
 
     task_id: str
@@ -33,25 +38,37 @@ class RecordedPublish:
     decide: Decide[Any]
     answer: Any = None
     due_us: int | None = None
+    collect: Collect | None = None
+    _replaced: Sequence[Any] = ()
 
-    def settle(self, records: Records, publish: Publish) -> None:
+    def settle(
+        self, records: Records, publish: Publish, decoded: Callable[[str], Any] = str
+    ) -> None:
         """Store the new state that *decide* returns, and publish the message.
 
-        If *decide* returns no due time, store the state and raise NotPublished.
+        If *decide* returns no due time, store the state and raise NotPublished. *decoded* makes a
+        ``StoreEntry`` of the text of a waiting message.
         """
 
         due_us: int | None = None
+
+        def look(texts: Sequence[str]) -> None:
+            self._replaced = [decoded(text) for text in texts]
 
         def decided(snapshot: Snapshot) -> Change[Any]:
             nonlocal due_us
             change = self.decide(snapshot)
             due_us = change.due_us
-            return change
+            return change if self.collect is None else replace(change, look=look)
 
         self.answer = records.change(self.name, decided, publish)
         if due_us is None:
             raise NotPublished
         self.due_us = due_us
+
+    def collected(self, entry: Any) -> Any:
+        """Return the ``StoreEntry`` to publish, with what those that it replaces have collected."""
+        return self.collect(entry, self._replaced) if self.collect and self._replaced else entry
 
 
 #: The :class:`RecordedPublish` that this thread has begun, if any. Channels look here first, which

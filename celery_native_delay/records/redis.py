@@ -156,13 +156,19 @@ class RedisRecords(Records):
             # by that time, and never early.
             ahead_us = time_ns() // 1000 - snapshot.now_us
             change = decide(snapshot)
+            gone = [member for member, _ in snapshot.messages] if change.replaces else []
+            if change.look is not None:
+                texts = self._link.ask("HMGET", self.keys.messages, *gone) if gone else []
+                if None in texts:  # one was taken meanwhile
+                    return None
+                change.look([text.decode() for text in texts])
             new = None
             if change.due_us is not None:
                 assert publish is not None
                 new = publish(change.due_us, token_hex(16), ahead_us)
             if new is None and change.text == snapshot.text:
                 return change
-            if not self._compare_and_set(name, snapshot, change, new):
+            if not self._compare_and_set(name, snapshot, change, new, gone):
                 return None
             if new is not None:
                 self._added(new.due_us)
@@ -171,10 +177,9 @@ class RedisRecords(Records):
         return tried_again(name.name, attempt).answer
 
     def _compare_and_set(
-        self, name: RecordName, before: Snapshot, change: Change[Any], new: Any
+        self, name: RecordName, before: Snapshot, change: Change[Any], new: Any, gone: list[str]
     ) -> bool:
         keys = self.keys
-        gone = [member for member, _ in before.messages] if change.replaces else ()
         done = self._link.run(
             _COMPARE_AND_SET,
             [*keys.all, keys.record(name), keys.names(name.kind)],

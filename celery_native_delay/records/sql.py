@@ -106,10 +106,13 @@ class SqlRecords(Database, Records):
             row = self.read_row(connection, name, locked=True)
             snapshot = self._snapshot(connection, row, locked=True)
             change = decide(snapshot)
+            gone = [message for message, _ in snapshot.messages] if change.replaces else []
+            if change.look is not None:
+                change.look(self._texts(connection, gone))
             if change.text != snapshot.text:
                 self.write_row(connection, name, change.text, change.kept_us, row is not None)
-            if change.replaces:
-                self._cancel(connection, [message for message, _ in snapshot.messages])
+            if gone:
+                self._cancel(connection, gone)
             if change.due_us is not None:
                 self._publish(connection, change.due_us, publish)
             return change.answer
@@ -165,6 +168,10 @@ class SqlRecords(Database, Records):
         self, connection: Connection, task_id: str, *, locked: bool
     ) -> tuple[tuple[Any, int], ...]:
         """Return the name and the due time of each waiting message of a task."""
+
+    @abstractmethod
+    def _texts(self, connection: Connection, members: Sequence[Any]) -> Sequence[str]:
+        """Read waiting messages in the caller's transaction."""
 
     @abstractmethod
     def _cancel(self, connection: Connection, members: Sequence[Any]) -> None:

@@ -513,6 +513,10 @@ class SqlState(SqlRecords):
         )
         return tuple((row.id, 0 if row.state == PARKED else row.next_us) for row in rows)
 
+    def _texts(self, connection: Connection, members: Sequence[Any]) -> Sequence[str]:
+        these = select(_ROW.entry).where(_THESE)
+        return connection.execute(these, {"ids": list(members)}).scalars().all()
+
     def _cancel(self, connection: Connection, members: Sequence[Any]) -> None:
         connection.execute(delete(TASKS).where(_THESE), {"ids": list(members)})
 

@@ -187,10 +187,10 @@ class StoringChannel:
 
         def row(due_us: int, delivery_id: str, clock_ahead_us: int) -> Row:
             self.check_reach(due_us, ahead_us=clock_ahead_us)
-            return Row.of(entry.due_at(due_us))
+            return Row.of(keyed.collected(entry.due_at(due_us)))
 
         self.let_join(entry.headers)
-        keyed.settle(self.needed_store.state, row)
+        keyed.settle(self.needed_store.state, row, StoreEntry.decoded)
         self._watch()
 
     def check_reach(self, due_us: int, *, ahead_us: int = 0) -> None:

@@ -143,6 +143,10 @@ def test_a_key_has_one_task_as_shown(store_redis: PrivateRedis) -> None:
         exec(only("keys-declared").text, declared)
         calls = [declared["reindex_user"].delay("ada") for _ in range(2)]
         assert calls[1].replaced == calls[0].id
+        exec(only("keys-collect").text, declared)
+        calls = [declared["index_pages"].delay("ada", page) for page in range(50)]
+        assert calls[49].replaced == calls[48].id
+        assert declared["index_pages"].delay("ada", 51).replaced is None
 
 
 def test_rates_work_as_shown(

@@ -432,6 +432,55 @@ def test_of_concurrent_debounce_calls_one_task_remains(
         assert len(waiting_ids(delay, *ids)) == 1
 
 
+def test_a_debounced_task_gets_the_arguments_of_all_calls(
+    key: str, app: Celery, delay: Delay, jobs: Counting
+) -> None:
+    """Also of concurrent ones. The last of *collect* calls runs it at once; the next is a first."""
+
+    @app.task(name=f"shop.collecting-{key}", serializer="json", compression="zlib")
+    def collecting(number: int, at: Any = None, calls: Any = ()) -> None: ...
+
+    def call(number: int, collect: int = 6) -> KeyedResult:
+        signature = collecting.s(number, at=datetime(2026, 1, 1, tzinfo=UTC))
+        return delay.debounce(signature, key=key, seconds=LONG, collect=collect)
+
+    first = call(0, 100)
+    at_once(call)
+    assert delay.count(f"key:{key}") == 1
+    assert call(4, 6).replaced not in (None, first.id)
+    assert jobs.receive_until(lambda: jobs.arrivals)
+    _, kwargs, _ = jobs.arrivals[0].body
+    moment = datetime(2026, 1, 1, tzinfo=UTC)
+    assert [call[1] for call in kwargs["calls"]] == [{"at": moment}] * 6
+    assert [call[0] for call in kwargs["calls"][::5]] == [[0], [4]]
+    assert sorted(call[0][0] for call in kwargs["calls"]) == [0, 0, 1, 2, 3, 4]
+    assert call(5).replaced is None
+    (task,) = delay.ls(f"key:{key}")
+    assert task.kwargs.count("{...}") == 1
+
+
+def test_the_calls_of_a_task_with_a_declared_key_are_collected(
+    key: str, app: Celery, delay: Delay, jobs: Counting
+) -> None:
+    @app.task(name=f"shop.declared-{key}", key=Debounce(key="user", seconds=LONG, collect=3))
+    def declared(user: str, page: int = 0, calls: Any = ()) -> None: ...
+
+    declared.delay(key, 1)
+    declared.delay(key)
+    declared.apply_async(kwargs={"user": key, "page": 2})
+    assert jobs.receive_until(lambda: jobs.arrivals)
+    calls = [[[key, 1], {}], [[key], {}], [[], {"user": key, "page": 2}]]
+    assert jobs.arrivals[0].body[:2] == [[], {"user": key, "page": 2, "calls": calls}]
+    with pytest.raises(TypeError, match="without the argument calls"):
+        declared.delay(key, calls=[])
+    with pytest.raises(ValueError, match="from 2 to 1000, got 1"):
+        delay.debounce(declared.s(key), key=key, seconds=LONG, collect=1)
+    strict = app.task(name=f"shop.strict-{key}")(imported).s(key)
+    with pytest.raises(CannotDelay, match="unexpected keyword argument 'calls'"):
+        delay.debounce(strict, key=key, seconds=LONG, collect=2)
+    assert delay.count(f"key:{key}") == 0
+
+
 # ---- throttle -----------------------------------------------------------------------------------
 
 

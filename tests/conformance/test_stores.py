@@ -236,8 +236,8 @@ def test_two_prefixes_in_one_database_share_nothing(store: Store, url: str) -> N
             [],
             ["order-1"],
         )
-        assert tasks(first).cancel("order-2")
-        assert tasks(second).move("order-2", now_us() + 2 * HOUR_US)
+        assert tasks(first).cancel(["order-2"])[0]
+        assert tasks(second).move(["order-2"], lambda task: now_us() + 2 * HOUR_US)[0]
         assert (first.census().waiting, second.census().waiting) == (0, 1)
         assert len(second.state.read(NAME).messages) == 1
         assert first.clear() == 2
@@ -631,6 +631,34 @@ def test_a_key_does_not_replace_a_task_that_a_dispatcher_has_taken(store: Store)
     assert store.state.change(NAME, decide, publish) == 0
     store.settle(taken, taken.rows, ())
     assert dispatched(store) == ["order-2"]
+
+
+def test_of_concurrent_changes_each_sees_the_text_that_it_replaces(store: Store, url: str) -> None:
+    """So what replaced tasks have collected is neither lost nor doubled."""
+
+    def collect(number: int) -> None:
+        own, seen_texts = opened(url, store.namespace), [""]
+        decide, _ = keyed(f'{{"id": "order-{number}"}}', number)
+
+        def looking(seen: Snapshot) -> Change[int]:
+            later = replace(decide(seen), due_us=now_us() + HOUR_US)
+            return replace(later, look=lambda texts: seen_texts.__setitem__(0, "".join(texts)))
+
+        def publish(due_us: int, delivery_id: str, ahead_us: int) -> Row:
+            text = seen_texts[0].partition("\n")[2] + f" {number}"
+            return Row.of(replace(entry(number).due_at(due_us), body=text.encode()))
+
+        own.state.change(NAME, looking, publish)
+        own.close()
+
+    threads = [Thread(target=collect, args=(number,)) for number in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (row,) = store.rows_after(None, limit=5)
+    body = StoreEntry.decoded(row.entry).body.decode()
+    assert sorted(map(int, body.split())) == [*range(12)]
 
 
 # ---- killed in between each step ----------------------------------------------------------------

@@ -119,6 +119,18 @@ def test_debounce_does_not_replace_a_task_that_is_due() -> None:
     assert set(place.waiting) == {"a", "b"}
 
 
+def test_a_debounce_that_collects_is_due_at_once_when_it_is_full() -> None:
+    collect = partial(rules.debounce, quiet_us=10, most_calls=3)
+    seen, dues = Seen(0, None), list[object]()
+    for number in range(4):
+        step = collect(seen, f"task-{number}", call_id=f"call-{number}")
+        assert step.record is not None
+        assert collect(Seen(1, step.record), "x", call_id=f"call-{number}").stands, "tried again"
+        dues.append((step.due_us, step.replaces, step.record.calls))
+        seen = Seen(number + 1, step.record, (("m", step.due_us or 0),))
+    assert dues == [(10, False, 1), (11, True, 2), (2, True, 3), (13, False, 1)]
+
+
 def test_debounce_starts_over_after_its_task_was_cancelled() -> None:
     place = Place()
     place.at(0).debounce("a", 5, longest=6)
@@ -393,7 +405,7 @@ _TIMES = st.integers(0, 1 << 52)
 _RUNS = st.lists(st.builds(Run, st.text(), st.text(), _TIMES, _TIMES)).map(tuple)
 
 
-@given(st.builds(Record, _IDS, _TIMES, _TIMES, _TIMES, _IDS, _RUNS))
+@given(st.builds(Record, _IDS, _TIMES, _TIMES, _TIMES, _IDS, _RUNS, _TIMES))
 def test_a_record_survives_encoding_and_decoding(record: Record) -> None:
     text = record.encoded()
     assert Record.decoded(text.encode()) == record

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from time import time_ns
 from typing import Any
 from uuid import uuid4
@@ -14,11 +15,14 @@ from ...records.publishing import RecordedPublish
 from ...records.redis import RedisRecords
 from ...redis_server import Server, check_server, clock_ahead_seconds, keeping, server_of
 from ...settings import DelaySettings
+from ...store.entry import StoreEntry
 from ...store.interface import Row
 from ..status import Status, warn_if_nothing_promotes
 from ..virtual import delays
+from ..virtual.from_store import collected
+from ..virtual.from_store import entry_of as entry_of_message
 from ..virtual.wrapping import due_then, encoded, id_of, wrapped
-from .entry import Destination, entry_of
+from .entry import Destination, entry_of, opened_entry
 from .keys import RedisBrokerKeys, member_of
 from .store import RedisBrokerStore
 
@@ -91,9 +95,13 @@ class RedisDelays(delays.VirtualDelays):
         self, keyed: RecordedPublish, message: dict[str, Any], destination: Destination
     ) -> None:
         def put(due_us: int, *_: object) -> Row:
-            return self.stored(due_then(message, due_us), destination, due_us=due_us)
+            own = collected(keyed, due_then(message, due_us))
+            return self.stored(own, destination, due_us=due_us)
 
-        keyed.settle(self.records, put)
+        def decoded(text: str) -> StoreEntry:
+            return entry_of_message(json.loads(opened_entry(text.encode())[1]), None, due_us=0)
+
+        keyed.settle(self.records, put, decoded)
         self.watch()
 
     def watch(self) -> None:

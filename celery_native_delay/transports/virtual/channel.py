@@ -20,7 +20,7 @@ from ...store.opened import load
 from ..aliases import OPTION, asks_for_delays, settings_from_option
 from ..bulk_publisher import BulkPublisher
 from ..storing import PUBLISH_SECONDS, StoringChannel
-from .from_store import ChannelPublisher, entry_of, entry_of_wait
+from .from_store import ChannelPublisher, collected, entry_of, entry_of_wait
 from .wrapping import due_then, unwrapped
 
 
@@ -152,7 +152,7 @@ class DelayingChannel(StoringChannel):
         if due_us is None:
             return self.let_wait_keyed(queue, message, keyed)
         # The first queue's copy has replaced the waiting message; this copy is for another queue.
-        message = due_then(message, due_us)
+        message = collected(keyed, due_then(message, due_us))
         if self.waits_in_store(message.get("headers")):
             return self.store_one(entry_of(message, queue, due_us=due_us))
         return self.let_wait(queue, message, due_us=due_us, **kwargs)

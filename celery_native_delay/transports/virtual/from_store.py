@@ -10,6 +10,7 @@ from billiard.exceptions import SoftTimeLimitExceeded
 
 from ...errors import errors_ignored
 from ...message import HEADER
+from ...records.publishing import RecordedPublish
 from ...store.entry import StoreEntry
 from ..interface import Wait
 
@@ -44,6 +45,12 @@ def entry_of_wait(wait: Wait) -> StoreEntry:
     properties = {**message["properties"], "delivery_tag": str(uuid4())}
     own = {**message, "headers": headers, "properties": properties}
     return entry_of(own, wait.queue, due_us=wait.due_us)
+
+
+def collected(keyed: RecordedPublish, message: dict[str, Any]) -> dict[str, Any]:
+    """Return kombu's *message* with what the messages that it replaces have collected."""
+    entry = keyed.collected(entry_of(message, None, due_us=0))
+    return {**message, "body": entry.body.decode(), "headers": dict(entry.headers)}
 
 
 def message_of(entry: StoreEntry) -> dict[str, Any]:
