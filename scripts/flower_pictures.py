@@ -1,6 +1,6 @@
 """Draw the pictures of Flower in docs/ again: ``.venv/bin/python -m scripts.flower_pictures``.
 
-Private servers hold the tasks. Install them, and Chromium, with ``scripts/setup_brokers.sh`` and
+A private Redis holds the tasks. Install it, and Chromium, with ``scripts/setup_brokers.sh`` and
 ``scripts/setup_browser.sh``.
 """
 
@@ -19,10 +19,10 @@ from celery import shared_task
 from celery.schedules import crontab
 from celery.signals import worker_init
 
-from celery_native_delay import Delay, DelaySettings, Rate
+from celery_native_delay import Delay, Rate
 from celery_native_delay.bulk import bulk
 from celery_native_delay.rates.line import Asked, Line
-from celery_native_delay.testing import private_rabbitmq, private_redis
+from celery_native_delay.testing import private_redis
 from tests.acceptance.flower import DelaysPage, FlowerProcess, browser, flowers_on
 from tests.acceptance.test_flower_rates import RatesPage
 from tests.acceptance.test_flower_schedules import SchedulesPage
@@ -104,33 +104,26 @@ def draw(page: DelaysPage, name: str) -> None:
 
 
 def draw_delays() -> None:
-    with private_rabbitmq() as rabbitmq, private_redis() as redis:
-        conf = {
-            "native_delay_fused_bits": DelaySettings().fused_bits,
-            "native_delay_store": redis.url,
-            "native_delay_management_url": rabbitmq.management_url,
-        }
-        with shop(rabbitmq.url, **conf) as (fleet, flower):
-            send_orders(fleet.app())
-            with browser(height=HEIGHT) as chrome:
-                page = DelaysPage(chrome, flower)
-                page.lists(TASKS)
-                page.wait(lambda: page.text("#delays-waiting") == f"{TASKS:,}")
-                page.wait(lambda: page.text("#delays-levels li"))
-                draw(page, "delays")
-            with browser(height=HEIGHT, dark=True) as chrome:
-                page = DelaysPage(chrome, flower)
-                page.lists(TASKS)
-                page.click(".delays-bar:nth-child(6)")
-                page.wait(lambda: page.text("#delays-filter-text"))
-                page.wait(lambda: f" of {TASKS:,} " not in page.text(".dataTables_info"))
-                page.click("#delays-page-box")
-                page.click("#delays-all")
-                page.wait(lambda: int(page.text("#delays-selected").split()[0]) > 15)
-                page.click("[data-change=reschedule]")
-                page.question()
-                page.wait(lambda: page.focus("id") == "delays-at")
-                draw(page, "reschedule")
+    with private_redis() as redis, shop(redis.url) as (fleet, flower):
+        send_orders(fleet.app())
+        with browser(height=HEIGHT) as chrome:
+            page = DelaysPage(chrome, flower)
+            page.lists(TASKS)
+            page.wait(lambda: page.text("#delays-waiting") == f"{TASKS:,}")
+            draw(page, "delays")
+        with browser(height=HEIGHT, dark=True) as chrome:
+            page = DelaysPage(chrome, flower)
+            page.lists(TASKS)
+            page.click(".delays-bar:nth-child(6)")
+            page.wait(lambda: page.text("#delays-filter-text"))
+            page.wait(lambda: f" of {TASKS:,} " not in page.text(".dataTables_info"))
+            page.click("#delays-page-box")
+            page.click("#delays-all")
+            page.wait(lambda: int(page.text("#delays-selected").split()[0]) > 15)
+            page.click("[data-change=reschedule]")
+            page.question()
+            page.wait(lambda: page.focus("id") == "delays-at")
+            draw(page, "reschedule")
 
 
 def fill_lines(app: Any) -> None:
