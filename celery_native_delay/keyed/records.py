@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 from ..records.interface import Change, Publish, RecordName, Records, Snapshot
 from ..records.publishing import Collect, RecordedPublish
-from .record import Record
+from . import rules
+from .record import Mark, Record
 from .rules import Rule, Seen, Step
 
 
@@ -28,6 +31,15 @@ class KeyRecords:
         message in the same step. Returns the old state, and the result of *rule*.
         """
         return self._records.change(_name_of(name), partial(_decided, rule), publish)
+
+
+def keep_key(records: Records, headers: Mapping[str, Any], *, due_us: int, now_us: int) -> None:
+    """Keep the key of a task that waits again, if it would be forgotten before *due_us*."""
+    if due_us - now_us < rules.BELIEVED_US // 2 or (mark := Mark.of(headers)) is None:
+        return
+    KeyRecords(records).change(
+        mark.name, partial(rules.keep, task_id=headers.get("id"), due_us=due_us)
+    )
 
 
 def publish_under(

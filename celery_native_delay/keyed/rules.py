@@ -223,6 +223,15 @@ def release(seen: Seen, task_id: str, *, token: str | None = None) -> Step:
     return _kept(replace(left, runs=_others(left, token)), seen.now_us)
 
 
+def keep(seen: Seen, task_id: str | None, *, due_us: int) -> Step:
+    """Keep the key of a task that a worker lets wait until *due_us*, for example as it is held."""
+    known = seen.record
+    if known is None or known.id != task_id or not seen.waiting:
+        return Step(known)
+    due_us = min(due_us, seen.now_us + KEPT_US)
+    return Step(replace(known, due_us=due_us), due_us + BELIEVED_US)
+
+
 def runs(seen: Seen) -> bool:
     return seen.record is not None and _runs(seen.record.run, seen.now_us)
 

@@ -19,6 +19,7 @@ from kombu.exceptions import OperationalError
 from ..due_time import check_due
 from ..errors import SettingsError, StoreUnavailable, UnsupportedBroker
 from ..finding import ADVICE, WRONG, Finding
+from ..keyed.records import keep_key
 from ..message import Delayed
 from ..now import time_ns
 from ..per_process import PerProcess
@@ -287,7 +288,10 @@ class StoreWorkerPart(WorkerPart):
         return bool(wait.headers) or self._channel.returns_to_store(wait.message.headers)
 
     def put_one_back(self, wait: Wait) -> None:
-        self._store.add([Row.of(self._channel.entry_of_wait(wait))])
+        entry = self._channel.entry_of_wait(wait)
+        self._store.add([Row.of(entry)])
+        now_us = time_ns() // 1000
+        keep_key(self._store.state, entry.headers, due_us=wait.due_us, now_us=now_us)
 
     def rescue(self) -> Rescue | None:
         """Publish messages that are parked in the broker; let the dispatcher try parked rows."""

@@ -36,11 +36,13 @@ from celery_native_delay import (
     Verdict,
     install,
 )
+from celery_native_delay.app.installation import delaying_channel
 from celery_native_delay.app.keyed import key_records
 from celery_native_delay.bulk import bulk
 from celery_native_delay.keyed.record import HEADER, name_of
 from celery_native_delay.keyed.records import KeyRecords
 from celery_native_delay.keyed.rules import Seen
+from celery_native_delay.transports.interface import Wait
 from tests.conformance.brokers import (
     Broker,
     needs_store,
@@ -419,6 +421,24 @@ def test_a_producers_wrong_clock_changes_nothing(
     assert seen.record is not None
     # A busy machine alone makes no task so late.
     assert -0.1 <= arrival.at - seen.record.due_us / 1e6 < 60
+
+
+def test_a_debounced_task_keeps_its_key_while_a_worker_lets_it_wait(
+    key: str, app: Celery, delay: Delay, reindex: Any, jobs: Counting
+) -> None:
+    """As a hold does, perhaps for weeks: the next call replaces the task, and starts no second."""
+    first = delay.debounce(reindex.s(1), key=key, seconds=0.3)
+    assert jobs.receive_until(lambda: jobs.arrivals)
+    held_us = round((time() + 90 * 86_400) * 1_000_000)
+    with app.connection_for_write() as connection:
+        channel, settings = delaying_channel(app, connection)
+        wait = Wait(jobs.arrivals[0].message, "jobs", held_us, headers={"held": "by a test"})
+        assert channel.worker_part(settings).put_back([wait]) == [None]
+    record = read(app, name_for("debounce", key)).record
+    assert record is not None
+    assert record.due_us > held_us - 61 * 86_400 * 1_000_000, "for a month"
+    assert delay.debounce(reindex.s(2), key=key, seconds=LONG).replaced == first.id
+    assert delay.count(f"key:{key}") == 1
 
 
 def test_of_concurrent_debounce_calls_one_task_remains(

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ...finding import Finding
+from ...keyed.records import keep_key
+from ...now import time_ns
 from ...redis_server import clocks
 from ..interface import Rescue, Wait, WorkerPart
 from .promoter import RedisPromoter
@@ -33,6 +35,8 @@ class RedisWorkerPart(WorkerPart):
         message = wait.on(wait.message._raw)
         destination = self._channel.destination(wait.queue, message)
         self._delays.put_back(message, destination, due_us=wait.due_us)
+        now_us = time_ns() // 1000
+        keep_key(self._delays.records, message["headers"], due_us=wait.due_us, now_us=now_us)
 
     def rescue(self) -> Rescue:
         return rescue(self._delays)
