@@ -85,7 +85,7 @@ def _of_waiting(app: Celery, task: Waiting, lines: Sequence[RateLine]) -> Iterat
 
 
 def _problems(part: AdminPart) -> list[str]:
-    found = [each for each in part.status().findings() if each.level == WRONG]
+    found = [each for each in part.status().found if each.level == WRONG]
     return [f"{each.problem}: {each.remedy}" for each in found]
 
 

@@ -88,13 +88,12 @@ def status(ctx: click.Context, as_json: bool) -> None:
     their old due times.
     """
     with broker(ctx) as part:
-        counted = part.status()
-        found = counted.findings()
+        told = part.status()
     if as_json:
-        print_json(counted.as_json() | {"findings": [asdict(each) for each in found]})
+        print_json({**told.facts, "findings": [asdict(each) for each in told.found]})
         return
-    show(counted, as_json)
-    _print_findings(found)
+    show(told, as_json)
+    _print_findings(told.found)
 
 
 @command(name="purge")

@@ -17,10 +17,13 @@ from typing import TYPE_CHECKING, Any
 import click
 from celery.bin.base import LOG_LEVEL, CeleryCommand, handle_preload_options
 
+from ..texts import printable as printable
+from ..texts import table as table
+
 if TYPE_CHECKING:
     from ..app.delay import Delay
     from ..settings import DelaySettings
-    from ..transports.interface import AdminPart, Report
+    from ..transports.interface import AdminPart, Told
 
 as_json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for scripts.")
 yes_option = click.option(
@@ -253,29 +256,10 @@ def confirm(question: str) -> None:
         raise click.Abort
 
 
-def show(report: Report, as_json: bool) -> None:
-    say(as_json, report.as_json(), "\n".join(report.lines(table)))
+def show(told: Told, as_json: bool) -> None:
+    say(as_json, told.facts, "\n".join(told.sentences))
 
 
 def local(ctx: click.Context, moment: datetime, timespec: str = "seconds") -> str:
     """Format a time as ISO 8601 in the app's time zone, with the offset from UTC."""
     return moment.astimezone(ctx.obj.app.timezone).isoformat(timespec=timespec)
-
-
-def printable(value: object) -> str:
-    """Convert a value to text on one line, with escaped control characters."""
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(value))
-
-
-def table(headings: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
-    """Return a table as text, with numbers aligned to the right."""
-    texts = [["" if cell is None else printable(cell) for cell in row] for row in (headings, *rows)]
-    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
-    lines = []
-    for row, cells in zip((headings, *rows), texts, strict=True):
-        padded = (
-            text.ljust(width) if isinstance(cell, str) else text.rjust(width)
-            for cell, text, width in zip(row, cells, widths, strict=True)
-        )
-        lines.append("  ".join(padded).rstrip())
-    return "\n".join(lines)

@@ -185,7 +185,7 @@ class ScheduleEntries(Shared):
 
 def _status(part: AdminPart) -> tuple[dict[str, Any], list[Finding]]:
     status = part.status()
-    return status.as_json(), status.findings()
+    return dict(status.facts), list(status.found)
 
 
 def _numbers(delay: Delay) -> dict[str, Any]:

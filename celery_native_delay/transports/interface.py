@@ -207,39 +207,13 @@ class ParkedTask:
         return cls(task, task_id, delayed.exchange, delayed.routing_key, due)
 
 
-class Report(Protocol):
-    """A report that a ``celery delay`` command prints."""
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the report as data for the option ``--json``."""
-
-    def lines(self, table: Callable[[tuple[str, ...], list[tuple[Any, ...]]], str]) -> list[str]:
-        """Return the report as lines of text. The function *table* formats headings and rows."""
-
-
-class StatusReport(Report, Protocol):
-    """The report of ``delay status``."""
-
-    def findings(self) -> list[Finding]:
-        """Return the problems that the counted messages show, such as overdue messages."""
-
-
 @dataclass(frozen=True)
 class Told:
-    """A report with data (*facts*) for ``--json`` and text (*sentences*) for the terminal."""
+    """What a command tells: *facts* for ``--json``, *sentences* for people, and the problems."""
 
     facts: Mapping[str, Any]
     sentences: Sequence[str]
     found: Sequence[Finding] = ()
-
-    def as_json(self) -> dict[str, Any]:
-        return dict(self.facts)
-
-    def lines(self, table: Callable[..., str]) -> list[str]:
-        return list(self.sentences)
-
-    def findings(self) -> list[Finding]:
-        return list(self.found)
 
 
 @dataclass(frozen=True)
@@ -282,7 +256,7 @@ class AdminPart(ABC):
         """Store the app's queues for later calls of other methods."""
 
     @abstractmethod
-    def declare(self, queues: Sequence[Any]) -> Report:
+    def declare(self, queues: Sequence[Any]) -> Told:
         """Create the queues or tables for delayed messages; *queues* are the app's queues."""
 
     def verify(self) -> list[Finding]:
@@ -291,11 +265,11 @@ class AdminPart(ABC):
 
     def examine(self) -> list[Finding]:
         """Report problems in operation: all findings of :meth:`status`, and wrong clocks."""
-        return self.status().findings()
+        return list(self.status().found)
 
     @abstractmethod
-    def status(self) -> StatusReport:
-        """Return a report with the numbers of waiting and parked (undeliverable) messages."""
+    def status(self) -> Told:
+        """Tell the numbers of waiting and parked (undeliverable) messages, and what they show."""
 
     @abstractmethod
     def backlog(self) -> Backlog:

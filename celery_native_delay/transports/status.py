@@ -16,6 +16,7 @@ from ..errors import NativeDelayError, errors_ignored
 from ..finding import WRONG, Finding
 from ..now import time_ns
 from ..records.waiting import HELD_FROM_US
+from .interface import Told
 
 logger = logging.getLogger(__name__)
 
@@ -67,19 +68,17 @@ class Status:
             census.promoting,
         )
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def lines(self, table: Callable[..., str]) -> list[str]:
+    def told(self) -> Told:
         due = self.next_due_within_seconds
         until = "-" if due is None else "overdue" if self.overdue else f"in {duration(due)}"
         late = f", the first for {duration(self.overdue_seconds)}" if self.overdue else ""
-        return [
+        lines = [
             f"waiting   {self.waiting}",
             f"next due  {until}",
             f"overdue   {self.overdue}{late}",
             f"parked    {self.parked}",
         ]
+        return Told(asdict(self), lines, self.findings())
 
     def findings(self) -> list[Finding]:
         """Report problems, such as overdue messages."""

@@ -372,7 +372,7 @@ class StoreAdminPart(AdminPart):
                 queue(self._channel).declare()
             return told
         own = self.own.declare(queues)
-        return Told({**told.facts, **own.as_json()}, [*told.sentences, *own.lines(_no_table)])
+        return Told({**told.facts, **own.facts}, [*told.sentences, *own.sentences])
 
     def verify(self) -> list[Finding]:
         if self._channel.keeps_all_in_store:
@@ -394,19 +394,17 @@ class StoreAdminPart(AdminPart):
         return None if backlog is None else backlog.waiting
 
     def status(self) -> Told:
-        status = self._status()
-        facts, sentences, found = status.as_json(), status.lines(_no_table), status.findings()
+        told = self._status().told()
         if self._channel.keeps_all_in_store:
             left = self.in_broker()
-            if left is None:
-                found.insert(0, _AWAY)
-            found += self._left_in_broker(left or 0)
-            return Told(facts | {"in_broker": left}, sentences, found)
+            found = [*told.found, *self._left_in_broker(left or 0)]
+            found = [_AWAY, *found] if left is None else found
+            return Told({**told.facts, "in_broker": left}, told.sentences, found)
         own = _unless_away(self.own.status)
         if own is None:
-            return Told({**facts, "broker": None}, sentences, [_AWAY, *found])
-        lines = [f"{self.name}:", *sentences, "", "in the broker:", *own.lines(_no_table)]
-        return Told({**facts, "broker": own.as_json()}, lines, found + own.findings())
+            return Told({**told.facts, "broker": None}, told.sentences, [_AWAY, *told.found])
+        lines = [f"{self.name}:", *told.sentences, "", "in the broker:", *own.sentences]
+        return Told({**told.facts, "broker": own.facts}, lines, [*told.found, *own.found])
 
     def backlog(self) -> Backlog:
         own = _unless_away(self.own.backlog)
@@ -503,7 +501,3 @@ def _parked(row: ParkedRow) -> ParkedTask:
     entry = row.entry
     like = Delayed(entry.delivery_id, entry.due_us, entry.exchange, entry.routing_key, entry.queue)
     return ParkedTask.of(entry.headers, like)
-
-
-def _no_table(headings: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
-    return "\n".join("  ".join(map(str, row)) for row in (headings, *rows))

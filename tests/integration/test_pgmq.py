@@ -110,7 +110,7 @@ def test_without_store_commands_count_and_purge_but_list_no_tasks(connection: An
     channel, settings = delaying_channel(app, connection)
     part = channel.admin_part(settings)
     part.serve([Queue("jobs")])
-    assert part.status().as_json() == {"waiting": 1, "parked": 0}
+    assert part.status().facts == {"waiting": 1, "parked": 0}
     assert part.purge() == 1
     with pytest.raises(NoStore, match="set native_delay_store"):
         channel.waiting_tasks(settings)

@@ -422,7 +422,7 @@ def test_a_producer_warns_if_no_relay_runs(
         assert "no relay" not in caplog.text
         status = connection.default_channel.admin_part(None)
         status.serve([Queue("jobs")])
-        wait_until(lambda: status.status().queues[0]["overdue"] == 1)
+        wait_until(lambda: status.status().facts["queues"][0]["overdue"] == 1)
         said = next(each for each in status.examine() if each.level == WRONG)
         assert "no `celery -A PROJ delay relay` is running" in said.problem
     with delaying(sqs.url) as connection:
@@ -521,7 +521,7 @@ def test_only_the_apps_queues_are_counted_and_purged(sqs: PrivateSqs) -> None:
             publish(connection, "far", queue, delay=3600)
         admin = connection.default_channel.admin_part(None)
         admin.serve([Queue("jobs"), Queue("nobody")])
-        (jobs, nobody) = admin.status().queues
+        (jobs, nobody) = admin.status().facts["queues"]
         assert (jobs["here"], jobs["on_the_way"]) == (1, 1)
         assert (nobody["here"], nobody["on_the_way"]) == (0, None)
         assert admin.backlog().waiting == 2

@@ -566,8 +566,8 @@ def test_a_process_that_starts_while_the_broker_is_away_sends_and_looks(
     assert delay.cancel("order-3")
     with app.connection_for_write() as connection:
         told = admin_part(app, opened(app, connection)).status()
-    assert told.findings()[0].problem.startswith("the broker is away")
-    assert told.as_json()["waiting"] == 3
+    assert told.found[0].problem.startswith("the broker is away")
+    assert told.facts["waiting"] == 3
     assert examine(app)[0].check == "broker"
     app.conf.broker_url = vhost_url
     drop_pools(app)

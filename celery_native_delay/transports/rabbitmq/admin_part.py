@@ -20,7 +20,7 @@ from .delays import RabbitDelays
 from .inspection import COUNTED_ANEW_SECONDS, examine, verify
 from .management import ManagementAPI, management_of
 from .parking import count, peek, rescue
-from .status import RabbitStatus, levels, status
+from .status import levels, status
 
 
 class RabbitMQAdminPart(AdminPart):
@@ -66,12 +66,12 @@ class RabbitMQAdminPart(AdminPart):
 
     def examine(self) -> list[Finding]:
         with permissions_explained(self._topology):
-            found = self.status()
+            found = status(self._delays, self._api(), self._queues)
             return [*found.findings(), *examine(self._delays, self._api(), found)]
 
-    def status(self) -> RabbitStatus:
+    def status(self) -> Told:
         with permissions_explained(self._topology):
-            return status(self._delays, self._api(), self._queues)
+            return status(self._delays, self._api(), self._queues).told()
 
     def backlog(self) -> Backlog:
         """Count waiting messages over AMQP, without the management API."""

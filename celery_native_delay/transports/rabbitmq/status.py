@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -12,7 +12,8 @@ from amqp.exceptions import AccessRefused
 from ...durations import duration
 from ...errors import ManagementUnavailable
 from ...finding import WRONG, Finding
-from ..interface import LevelQueue
+from ...texts import table
+from ..interface import LevelQueue, Told
 from ..status import parked_finding
 from .delays import RabbitDelays
 from .management import ManagementAPI
@@ -74,9 +75,6 @@ class RabbitStatus:
         known = [level.stuck for level in self.levels if level.stuck is not None]
         return sum(known) + sum(landing.held for landing in self.landings) if known else None
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self) | {"waiting": self.waiting, "stuck": self.stuck}
-
     def findings(self) -> list[Finding]:
         """Report parked messages, and queues without a worker."""
         found = [
@@ -92,7 +90,7 @@ class RabbitStatus:
             found.append(parked_finding(self.parked, "no queue was bound for them"))
         return found
 
-    def lines(self, table: Callable[[tuple[str, ...], list[tuple[Any, ...]]], str]) -> list[str]:
+    def told(self) -> Told:
         lines = []
         missing = [level.queue for level in self.levels if level.waiting is None]
         if missing:
@@ -116,14 +114,15 @@ class RabbitStatus:
         stuck = "unknown (management API not reachable)" if self.stuck is None else self.stuck
         due = self.next_due_within_seconds
         within = "-" if due is None else f"within {duration(due, up=True)}"
-        return [
-            *lines,
+        lines += [
             f"waiting   {self.waiting}",
             f"next due  {within}",
             f"parked    {self.parked}",
             f"stuck     {stuck}",
             *([_SHOWS_MORE] if self.alone else []),
         ]
+        facts = asdict(self) | {"waiting": self.waiting, "stuck": self.stuck}
+        return Told(facts, lines, self.findings())
 
 
 def status(delays: RabbitDelays, api: ManagementAPI, consumed: Iterable[Any] = ()) -> RabbitStatus:

@@ -41,8 +41,8 @@ class RedisAdminPart(AdminPart):
             *clocks(self._delays.clock_ahead_seconds()),
         ]
 
-    def status(self) -> Status:
-        return Status.of(self.name, self._store.census())
+    def status(self) -> Told:
+        return Status.of(self.name, self._store.census()).told()
 
     def backlog(self) -> Backlog:
         census = self._store.census()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ...errors import NativeDelayError
 from ...finding import UNCHECKED, WRONG, Finding
+from ...texts import table
 from ..interface import AdminPart, Backlog, Told
 from .queues import (
     administered,
@@ -26,46 +27,6 @@ _RELAY = (
 )
 
 _DELAYED = "ApproximateNumberOfMessagesDelayed"
-
-
-class SqsStatus:
-    """Approximate counts of waiting messages in SQS, for ``delay status``."""
-
-    def __init__(self, name: str, queues: list[dict[str, Any]]) -> None:
-        self.name = name
-        #: For each queue: delayed messages in the queue (*here*) and in its delay queue
-        #: (*on_the_way*), and *overdue* messages in the delay queue, which no worker receives.
-        self.queues = queues
-        self.waiting = sum(each["here"] + (each["on_the_way"] or 0) for each in queues)
-        self.overdue = sum(each["overdue"] for each in queues)
-
-    def as_json(self) -> dict[str, Any]:
-        return {"parked": 0, **vars(self)}
-
-    def findings(self) -> list[Finding]:
-        """Report messages that no relay receives from a delay queue."""
-        found = []
-        for each in self.queues:
-            if each["overdue"]:
-                problem = (
-                    f"{each['delay_queue']}: about {each['overdue']} message(s) have done their "
-                    f"wait and nothing takes them: no installed worker of {each['queue']!r} and no "
-                    f"`celery -A PROJ delay relay` is running"
-                )
-                found.append(Finding("relaying", WRONG, problem, _RELAY))
-        return found
-
-    def lines(self, table: Callable[..., str]) -> list[str]:
-        rows = [
-            (each["queue"], each["here"], "-" if each["on_the_way"] is None else each["on_the_way"])
-            for each in self.queues
-        ]
-        return [
-            table(("queue", "waiting here", "in its delay queue"), rows),
-            f"waiting   about {self.waiting}",
-            "next due  unknown (SQS does not tell)",
-            f"overdue   {f'about {self.overdue}' if self.overdue else 0}",
-        ]
 
 
 class SqsAdminPart(AdminPart):
@@ -107,10 +68,10 @@ class SqsAdminPart(AdminPart):
 
     def examine(self) -> list[Finding]:
         counted = self.status()
-        found = counted.findings()
+        found = list(counted.found)
         silent = [
             each["delay_queue"]
-            for each in counted.queues
+            for each in counted.facts["queues"]
             if each["on_the_way"] is not None and not each["overdue"]
         ]
         if silent:
@@ -121,11 +82,38 @@ class SqsAdminPart(AdminPart):
             found.append(Finding("relaying", UNCHECKED, problem, f"make sure of it: {_RELAY}"))
         return found
 
-    def status(self) -> SqsStatus:
-        return SqsStatus(self.name, [self._counted(*named) for named in self._named()])
+    def status(self) -> Told:
+        """Tell approximate counts, and messages that no relay receives from a delay queue."""
+        queues = [self._counted(*named) for named in self._named()]
+        waiting = sum(each["here"] + (each["on_the_way"] or 0) for each in queues)
+        overdue = sum(each["overdue"] for each in queues)
+        facts = {"parked": 0, "name": self.name, "queues": queues}
+        rows = [
+            (each["queue"], each["here"], "-" if each["on_the_way"] is None else each["on_the_way"])
+            for each in queues
+        ]
+        lines = [
+            table(("queue", "waiting here", "in its delay queue"), rows),
+            f"waiting   about {waiting}",
+            "next due  unknown (SQS does not tell)",
+            f"overdue   {f'about {overdue}' if overdue else 0}",
+        ]
+        found = [
+            Finding(
+                "relaying",
+                WRONG,
+                f"{each['delay_queue']}: about {each['overdue']} message(s) have done their wait "
+                f"and nothing takes them: no installed worker of {each['queue']!r} and no "
+                f"`celery -A PROJ delay relay` is running",
+                _RELAY,
+            )
+            for each in queues
+            if each["overdue"]
+        ]
+        return Told(facts | {"waiting": waiting, "overdue": overdue}, lines, found)
 
     def backlog(self) -> Backlog:
-        return Backlog(self.status().waiting, 0)
+        return Backlog(self.status().facts["waiting"], 0)
 
     def purge(self) -> int:
         """Purge the delay queues.
@@ -171,6 +159,7 @@ class SqsAdminPart(AdminPart):
         return self._delays.queues.known(delay_queue_of(queue))  # type: ignore[no-any-return]
 
     def _counted(self, queue: str, delay_queue: str) -> dict[str, Any]:
+        """Count the messages that wait in a queue (*here*), and in its delay queue."""
         attributes = self._attributes(queue)
         return {
             "queue": queue,
