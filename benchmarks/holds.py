@@ -1,4 +1,4 @@
-"""Hold many tasks, release them at a rate, and measure what other tasks feel of it."""
+"""Hold, release, reschedule and cancel many tasks, and measure what other tasks feel of it."""
 
 from __future__ import annotations
 
@@ -27,11 +27,13 @@ from celery_native_delay.bulk import bulk
 from celery_native_delay.testing import private_redis
 from tests.postgresql import private_postgresql
 
-HELD = 2_000_000
+HELD = 100_000
 BLOCK = 500
 """The number of held tasks that are sent at once, before another task."""
-PER_SECOND = 100
+PER_SECOND = 500
 """The rate of the release."""
+MOVED_SECONDS = 7200.0
+"""The time by which the waiting tasks are moved."""
 PROBES = 1 << 31
 """The indexes of the other tasks begin here."""
 
@@ -57,7 +59,8 @@ def run(bench: Bench) -> Result:
         f"{bench.count(HELD, at_least=1000):,} immediate tasks are held by one worker with two "
         f"processes: after each {BLOCK} of them, another task is sent into the same queue, and its "
         f"time until its start is measured. Then they are released at {PER_SECOND}/s, while other "
-        f"tasks are sent each second.",
+        f"tasks are sent each second. At last as many delayed tasks, found by a search, are moved "
+        f"by {MOVED_SECONDS / 3600:g} hours, then cancelled.",
         rows,
         targets,
     )
@@ -88,13 +91,19 @@ class Drill:
             delay.hold(TASK)
             sleep(TAKEN_UP_SECONDS)
             self._measure(f"{name}: {self._count:,} held", lambda: self._hold(bench, delay))
-            releasing = Thread(
-                target=delay.release, args=(TASK,), kwargs={"rate": f"{PER_SECOND}/s"}
-            )
-            releasing.start()
-            self._measure(f"{name}: released", self._until_all_ran)
-            releasing.join()
+            released = self._beside(lambda: delay.release(TASK, rate=f"{PER_SECOND}/s"))
+            self._measure(f"{name}: released", lambda: released() + self._until_all_ran())
             self._check(name, worker)
+            with bulk(self._app) as batch:
+                for number in range(self._count):
+                    batch.send(TASK, (number,), countdown=86_400)
+            waiting = delay.ids(f"name:{TASK}")
+            assert len(waiting) == self._count
+            moved = self._beside(lambda: delay.reschedule_all(waiting, by=MOVED_SECONDS))
+            self._measure(f"{name}: moved", moved)
+            cancelled = self._beside(lambda: delay.cancel_all(waiting))
+            self._measure(f"{name}: cancelled", cancelled)
+            assert delay.count() == 0
         self._app.close()
 
     def _measure(self, what: str, call: Callable[[], list[float]]) -> None:
@@ -117,6 +126,20 @@ class Drill:
             while delay.holds()[0].held < self._count:
                 sleep(0.5)
         return seconds
+
+    def _beside(self, call: Callable[[], object]) -> Callable[[], list[float]]:
+        """Return a function that sends other tasks until *call* has ended in a thread."""
+
+        def both() -> list[float]:
+            thread = Thread(target=call)
+            thread.start()
+            seconds = []
+            while thread.is_alive():
+                seconds.append(self._probe())
+                thread.join(1)
+            return seconds
+
+        return both
 
     def _until_all_ran(self) -> list[float]:
         seconds = []

@@ -29,8 +29,8 @@ from ..records.holds import (
 from ..records.interface import Change, Snapshot
 from ..records.search import parse
 from ..records.waiting import (
+    AT_ONCE,
     HELD_FROM_US,
-    IDS_AT_ONCE,
     Outcome,
     Query,
     Waiting,
@@ -277,7 +277,7 @@ class HoldCalls:
         number: int = self._ask(lambda found: found.count(query))
         return number
 
-    def _page(self, query: Query, limit: int = IDS_AT_ONCE) -> Sequence[Waiting]:
+    def _page(self, query: Query, limit: int = AT_ONCE) -> Sequence[Waiting]:
         page: WaitingPage = self._ask(lambda found: found.page(query, limit=limit))
         return page.tasks
 

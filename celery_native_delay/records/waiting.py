@@ -374,33 +374,54 @@ class WaitingTasks(ABC):
     _delays: Any
     """The object that checks a due time against the broker's longest delay."""
 
-    @abstractmethod
     def count(self, query: Query = ALL) -> int:
         """Return the number of waiting tasks that match a search."""
+        if query.is_by_time_only:
+            return self._count(query.from_us, query.until_us)
+        return sum(1 for _ in self.all(query))
 
-    @abstractmethod
     def page(self, query: Query = ALL, *, offset: int = 0, limit: int = 50) -> WaitingPage:
         """Return up to *limit* tasks that match a search, earliest first. Skip *offset* tasks."""
+        if not query.is_by_time_only:
+            return WaitingPage(tuple(islice(self.all(query), offset, offset + limit)), None)
+        # The page is filled up from the next rows if some are not shown.
+        tasks = self.all(query, offset=offset, chunk=max(1, min(limit, AT_ONCE)))
+        return WaitingPage(tuple(islice(tasks, limit)), self.count(query))
 
     def ids(self, query: Query = ALL) -> Iterator[str]:
         """Yield the ids of all waiting tasks that match a search, as :meth:`all` does."""
         return (task.id for task in self.all(query))
 
-    def all(self, query: Query = ALL) -> Iterator[Waiting]:
+    def all(
+        self, query: Query = ALL, *, offset: int = 0, chunk: int | None = None
+    ) -> Iterator[Waiting]:
         """Yield all waiting tasks that match a search, earliest due time first.
 
-        Tasks are read 1,000 at a time. A task may be yielded twice.
+        Each task that waits all the time is yielded, whatever happens to others meanwhile. A task
+        may be yielded twice. *offset* skips rows, not matching tasks. *chunk* rows are read at a
+        time; None: :data:`AT_ONCE`.
         """
-        skipped = 0
+        after = None
         while True:
-            page = self.page(query, offset=skipped, limit=IDS_AT_ONCE).tasks
-            yield from page
-            if len(page) < IDS_AT_ONCE:
+            tasks, after = self._read(query, after, offset=offset, limit=chunk or AT_ONCE)
+            yield from filter(query.matches, tasks)
+            if after is None:
                 return
-            last_us = page[-1].due_us
-            begins_there = query.from_us == last_us
-            skipped = sum(task.due_us == last_us for task in page) + skipped * begins_there
-            query = query.due_within(last_us, query.until_us)
+            offset = 0
+
+    @abstractmethod
+    def _count(self, from_us: int | None, until_us: int | None) -> int:
+        """Return the number of tasks that are due in a range of time; None: without this bound."""
+
+    @abstractmethod
+    def _read(
+        self, query: Query, after: Any, *, offset: int, limit: int
+    ) -> tuple[list[Waiting], Any]:
+        """Read the next *limit* rows in a search's range of time, earliest first.
+
+        The tasks contain ``query.needle``. Returns the tasks, and the last row, to go on after it:
+        a number of rows would be wrong as soon as an earlier row is gone. None: there are no more.
+        """
 
     def get(self, task_id: str) -> list[Waiting]:
         """Return the task's waiting messages: usually one, none if the task is not waiting."""
@@ -563,10 +584,8 @@ def _later_than(now_us: int, due_us: Mapping[str, int], task: Waiting) -> int | 
 #: Attempts to change a task that other processes change at the same time.
 _TRIES = 10
 
-#: The number of task ids that one query reads.
-IDS_AT_ONCE = 1000
-
-#: Tasks that one script or transaction changes. So many keep others waiting for milliseconds.
+#: Tasks that one script or transaction reads or changes: so many keep others waiting for
+#: milliseconds.
 AT_ONCE = 500
 
 

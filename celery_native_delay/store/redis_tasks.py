@@ -5,41 +5,50 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import islice
 from typing import Any
 
 from redis.exceptions import RedisError
 
 from ..errors import StoreUnavailable
 from ..records.waiting import (
-    ALL,
     Edit,
     Found,
     Query,
     Replacement,
     Waiting,
-    WaitingPage,
     WaitingTasks,
 )
 from ..texts import storable
 from .entry import changed_text, waiting_of
 
-#: Entries that one script searches: so many take 1-2 ms, in which Redis serves no other client.
-CHUNK = 500
-
-#: KEYS due, messages. ARGV first rank, last rank, a text in lower case or ''. Returns due time
-#: and entry of each message whose entry contains the text in any case. 25 entries at once fit into
-#: the processor's cache.
+#: KEYS due, messages. ARGV earliest due time or '', end of the due times or '', messages to skip,
+#: messages to read, a text in lower case or '', and the last message of the call before with its
+#: due time, or '' and ''. Returns the last message and its due time, or '' and '' at the end, then
+#: due time and entry of each message whose entry contains the text in any case. 25 entries at once
+#: fit into the processor's cache.
 SEARCH = """
-local call, find, lower, text = redis.call, string.find, string.lower, ARGV[3]
-local names, found = call('ZRANGE', KEYS[1], ARGV[1], ARGV[2]), {}
-for first = 1, #names, 25 do
-    local last = math.min(first + 24, #names)
-    local entries = call('HMGET', KEYS[2], unpack(names, first, last))
+local call, find, lower, text = redis.call, string.find, string.lower, ARGV[5]
+local until_us, last, last_us = tonumber(ARGV[2]), ARGV[6], ARGV[7]
+local rank = ARGV[3]
+if last ~= '' and call('ZSCORE', KEYS[1], last) == last_us then
+    rank = call('ZRANK', KEYS[1], last) + 1
+elseif last ~= '' then
+    rank = call('ZCOUNT', KEYS[1], '-inf', '(' .. last_us)
+elseif ARGV[1] ~= '' then
+    rank = rank + call('ZCOUNT', KEYS[1], '-inf', '(' .. ARGV[1])
+end
+local rows = call('ZRANGE', KEYS[1], rank, rank + ARGV[4] - 1, 'WITHSCORES')
+local found, number = {'', ''}, #rows
+while until_us and number > 0 and tonumber(rows[number]) >= until_us do number = number - 2 end
+if number == 2 * ARGV[4] then found = {rows[number - 1], rows[number]} end
+for first = 1, number, 50 do
+    local names = {}
+    for at = first, math.min(first + 48, number - 1), 2 do names[#names + 1] = rows[at] end
+    local entries = call('HMGET', KEYS[2], unpack(names))
     for index = 1, #entries do
         local entry = entries[index]
         if entry and (text == '' or find(lower(entry), text, 1, true)) then
-            found[#found + 1] = call('ZSCORE', KEYS[1], names[first + index - 1])
+            found[#found + 1] = rows[first + 2 * index - 1]
             found[#found + 1] = entry
         end
     end
@@ -94,22 +103,11 @@ class RedisTasks(WaitingTasks):
         self._counts = self._client.register_script(COUNTS)
         self._search = self._client.register_script(SEARCH)
 
-    def count(self, query: Query = ALL) -> int:
+    def _count(self, from_us: int | None, until_us: int | None) -> int:
+        first = "-inf" if from_us is None else from_us
+        end = "+inf" if until_us is None else f"({until_us}"
         with self._explained():
-            first, end = self._ranks(query)
-            if query.is_by_time_only:
-                return end - first
-            return sum(1 for _ in self._matching(query, first, end))
-
-    def page(self, query: Query = ALL, *, offset: int = 0, limit: int = 50) -> WaitingPage:
-        with self._explained():
-            first, end = self._ranks(query)
-            if query.is_by_time_only:
-                # The page is filled up from the next entries if some are not shown.
-                matching = self._matching(query, first + offset, end, chunk=min(limit, CHUNK))
-                return WaitingPage(tuple(islice(matching, limit)), end - first)
-            matching = self._matching(query, first, end)
-            return WaitingPage(tuple(islice(matching, offset, offset + limit)), None)
+            return int(self._client.zcount(self._due, first, end))
 
     def counts(self, edges_us: Sequence[int]) -> list[int]:
         with self._explained():
@@ -167,24 +165,21 @@ class RedisTasks(WaitingTasks):
                     task = replace(task, refusal=refusal.decode().partition(" ")[2])
                 yield Found(task_id, name.decode(), entry, task)
 
-    def _ranks(self, query: Query) -> tuple[int, int]:
-        """Return the first matching rank in ``due``, and the rank after the last match."""
-        count = self._client.zcount
-        first = 0 if query.from_us is None else count(self._due, "-inf", f"({query.from_us}")
-        if query.until_us is None:
-            return int(first), int(self._client.zcard(self._due))
-        return int(first), int(count(self._due, "-inf", f"({query.until_us}"))
-
-    def _matching(
-        self, query: Query, first: int, end: int, *, chunk: int = CHUNK
-    ) -> Iterator[Waiting]:
-        keys = [self._due, self._messages]
-        for start in range(first, end, chunk):
-            found = self._search(keys=keys, args=[start, min(start + chunk, end) - 1, query.needle])
-            for score, entry in zip(found[::2], found[1::2], strict=True):
-                task = self._decoded(entry, int(float(score)))
-                if task is not None and query.matches(task):
-                    yield task
+    def _read(
+        self, query: Query, after: Any, *, offset: int, limit: int
+    ) -> tuple[list[Waiting], Any]:
+        edges = ["" if at_us is None else at_us for at_us in (query.from_us, query.until_us)]
+        last = ("", "") if after is None else after
+        with self._explained():
+            name, due_us, *found = self._search(
+                keys=[self._due, self._messages],
+                args=[*edges, offset, limit, query.needle, *last],
+            )
+        tasks = (
+            self._decoded(entry, int(float(score)))
+            for score, entry in zip(found[::2], found[1::2], strict=True)
+        )
+        return list(filter(None, tasks)), (name, due_us) if name else None
 
 
 def _id_in(name: bytes) -> str:

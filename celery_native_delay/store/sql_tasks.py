@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from itertools import count, islice, pairwise
+from itertools import pairwise
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Select, delete, func, select
+from sqlalchemy import ColumnElement, Connection, Select, delete, func, or_, select
 
 from ..records.database import now_us
 from ..records.interface import T
 from ..records.waiting import (
-    ALL,
     Edit,
     Found,
     Query,
     Replacement,
     Waiting,
-    WaitingPage,
     WaitingTasks,
 )
 from .entry import changed_text, waiting_of
@@ -26,8 +24,7 @@ from .sql_table import CANCELLED, LISTED, TAKEN, TASKS, WAITING, short_id
 
 _ROW = TASKS.c
 
-#: Rows that one query of a search reads, and intervals that one query counts.
-_CHUNK = 1000
+#: Intervals that one query counts.
 _COUNTS = 100
 
 
@@ -42,26 +39,6 @@ class SqlTasks(WaitingTasks):
     def _look_up(self, work: Callable[[Connection], T]) -> T:
         found: T = self._store.look_up(work)
         return found
-
-    def count(self, query: Query = ALL) -> int:
-        def counted(connection: Connection) -> int:
-            if query.is_by_time_only:
-                return self._count(connection, query.from_us, query.until_us)
-            return sum(1 for _ in self._matching(connection, query))
-
-        return self._look_up(counted)
-
-    def page(self, query: Query = ALL, *, offset: int = 0, limit: int = 50) -> WaitingPage:
-        def paged(connection: Connection) -> WaitingPage:
-            if not query.is_by_time_only:
-                matching = self._matching(connection, query)
-                return WaitingPage(tuple(islice(matching, offset, offset + limit)), None)
-            total = self._count(connection, query.from_us, query.until_us)
-            # The page is filled up from the next rows if some are not shown.
-            tasks = self._matching(connection, query, offset, chunk=max(1, min(limit, _CHUNK)))
-            return WaitingPage(tuple(islice(tasks, limit)), total)
-
-        return self._look_up(paged)
 
     def counts(self, edges_us: Sequence[int]) -> list[int]:
         counts = [self._counted(*pair).scalar_subquery() for pair in pairwise(edges_us)]
@@ -81,34 +58,31 @@ class SqlTasks(WaitingTasks):
         first_us, last_us = self._look_up(lambda connection: connection.execute(asked).one())
         return None if first_us is None else (int(first_us), int(last_us))
 
-    def _count(self, connection: Connection, from_us: int | None, until_us: int | None) -> int:
-        return int(connection.execute(self._counted(from_us, until_us)).scalar() or 0)
+    def _count(self, from_us: int | None, until_us: int | None) -> int:
+        asked = self._counted(from_us, until_us)
+        return int(self._look_up(lambda connection: connection.execute(asked).scalar()) or 0)
 
     def _counted(self, from_us: int | None, until_us: int | None) -> Select[Any]:
         asked = select(func.count()).select_from(TASKS)
         return asked.where(*self._between(from_us, until_us))
 
-    def _matching(
-        self, connection: Connection, query: Query, offset: int = 0, *, chunk: int = _CHUNK
-    ) -> Iterator[Waiting]:
-        """Yield the tasks that match *query*, earliest first; read *chunk* rows at a time.
-
-        *offset* counts rows that SQL selects, not matching tasks. So use *offset* only if
-        ``query.is_by_time_only`` is True.
-        """
+    def _read(
+        self, query: Query, after: Any, *, offset: int, limit: int
+    ) -> tuple[list[Waiting], Any]:
         conditions = self._between(query.from_us, query.until_us)
         if query.needle:
             conditions.append(_ROW.entry.icontains(query.needle, autoescape=True))
+        if after is not None:  # the first condition is for the index
+            conditions.append(_ROW.next_us >= after.next_us)
+            conditions.append(or_(_ROW.next_us > after.next_us, _ROW.id > after.id))
         in_order = _ROW.next_us, _ROW.id
         # The index alone finds the keys, however many rows are skipped.
         keys = select(_ROW.id).where(*conditions).order_by(*in_order)
-        for start in count(offset, chunk):
-            these = keys.offset(start).limit(chunk).subquery()
-            asked = select(_ROW.entry).join(these, these.c[0] == _ROW.id).order_by(*in_order)
-            rows = connection.execute(asked).all()
-            yield from filter(query.matches, filter(None, (waiting_of(row.entry) for row in rows)))
-            if len(rows) < chunk:
-                return
+        these = keys.offset(offset).limit(limit).subquery()
+        asked = select(_ROW.entry, *in_order).join(these, these.c[0] == _ROW.id).order_by(*in_order)
+        rows = self._look_up(lambda connection: connection.execute(asked).all())
+        tasks = filter(None, (waiting_of(row.entry) for row in rows))
+        return list(tasks), rows[-1] if len(rows) == limit else None
 
     def _between(self, from_us: int | None, until_us: int | None) -> list[ColumnElement[bool]]:
         conditions = [_ROW.namespace == self._store.namespace, _ROW.state == WAITING]

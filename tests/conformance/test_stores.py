@@ -481,6 +481,18 @@ def test_counts_and_times_of_many_tasks(store: Store) -> None:
     assert [task.id for task in found.page(offset=5, limit=2).tasks] == ["order-5", "order-6"]
 
 
+@pytest.mark.parametrize("apart_us", [1000, 0])
+def test_a_search_misses_no_task_although_earlier_ones_leave_meanwhile(
+    store: Store, apart_us: int
+) -> None:
+    at_us = now_us() + HOUR_US
+    store.add([Row.of(entry(number).due_at(at_us + number * apart_us)) for number in range(10)])
+    found = tasks(store).all(Query(name="shop.remind"), chunk=3)
+    seen = [next(found).id for _ in range(3)]
+    assert all(tasks(store).cancel([seen[0], seen[2]]))
+    assert {f"order-{number}" for number in range(10)} == {*seen, *(task.id for task in found)}
+
+
 def test_purging_removes_what_waits_or_what_is_parked(store: Store) -> None:
     add(store, 1, 2)
     assert store.purge(parked=False) == 2

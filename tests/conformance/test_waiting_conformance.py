@@ -129,7 +129,7 @@ def test_search_count_and_histogram(app: Celery, delay: Delay) -> None:
 
 def test_ids_are_read_in_pages(app: Celery, delay: Delay, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if more tasks than a page are due at the same time."""
-    monkeypatch.setattr("celery_native_delay.records.waiting.IDS_AT_ONCE", 3)
+    monkeypatch.setattr("celery_native_delay.records.waiting.AT_ONCE", 3)
     eta = datetime.now(UTC) + timedelta(hours=1)
     for number in range(12):
         later = timedelta(seconds=max(0, number - 8))
