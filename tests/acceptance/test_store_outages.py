@@ -98,6 +98,18 @@ def fleet(vhost_url: str, place: Place, tmp_path: Path) -> Iterator[Fleet]:
         yield fleet
 
 
+def ask(delay: Delay) -> None:
+    """Make a call whose arguments are collected."""
+    pages = delay._app.signature("pages", (1,))
+    delay.debounce(pages, key="seen", seconds=3600, collect=9)
+
+
+def asked(delay: Delay) -> int:
+    """The number of calls that the waiting task has collected."""
+    (task,) = delay.ls("key:seen")
+    return task.kwargs.count("{...}")
+
+
 def later(fleet: Fleet, number: int, seconds: float) -> str:
     return str(fleet.app().tasks["note"].apply_async((number,), countdown=seconds).id)
 
@@ -127,7 +139,7 @@ def test_a_store_that_hangs_stops_no_worker(
     worker = fleet.worker(native_delay_rates={"call_api": "100/s"}, **timeout)
     app = fleet.app()
     delay = Delay(app)
-    delay.debounce(app.signature("side"), key="seen", seconds=3600)
+    ask(delay)
     first = later(fleet, 0, 1)
     fleet.record.wait_for(task_id=first)
     gated = [app.send_task("call_api", ("ada",)).id]
@@ -135,7 +147,7 @@ def test_a_store_that_hangs_stops_no_worker(
     waiting = later(fleet, 1, 2)
     with fault(place):
         calls: list[Callable[[], Any]] = [
-            lambda: delay.debounce(app.signature("side"), key="seen", seconds=3600),
+            lambda: ask(delay),
             lambda: delay.cancel(waiting),
             delay.next_due,
             lambda: later(fleet, 2, 60),
@@ -158,6 +170,8 @@ def test_a_store_that_hangs_stops_no_worker(
     again = later(fleet, 3, 1)
     fleet.record.wait_for(task_id=again)
     assert len(fleet.record.runs(task_id=waiting)) == 1
+    ask(delay)
+    assert asked(delay) in (2, 3), "a call that raised may have been made"
 
 
 @on_one_version
@@ -170,8 +184,11 @@ def test_after_a_cut_or_a_restart_each_publish_waits_and_can_be_cancelled(
     app = fleet.app()
     delay = Delay(app)
     kept, dropped = [later(fleet, 0, 3)], [later(fleet, 1, 3)]
+    ask(delay)
     fault(place)
     kept.append(wait_until(lambda: published(fleet, 2)))
+    ask(delay)
+    assert asked(delay) == 2
     dropped.append(later(fleet, 3, 3))
     for task_id in dropped:
         assert delay.cancel(task_id)
