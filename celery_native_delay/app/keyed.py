@@ -323,20 +323,14 @@ def send_declared(
     calls = _Declared(installation.app, installation.send_task, task)
     given = {each: value for each, value in options.items() if value is not None}
     signature = Signature(name, args, kwargs, given, app=installation.app)
+    its = {name: value for name, value in vars(declared).items() if name != "key"}
     match declared:
-        case Debounce(_, seconds, longest, announce, collect):
-            return calls.debounce(
-                signature,
-                key=key,
-                seconds=seconds,
-                max_wait_seconds=longest,
-                announce=announce,
-                collect=collect,
-            )
-        case Throttle(_, seconds, edge, announce):
-            return calls.throttle(signature, key=key, seconds=seconds, edge=edge, announce=announce)
-        case Unique(_, until):
-            return calls.unique(signature, key=key, until=until)
+        case Debounce():
+            return calls.debounce(signature, key=key, **its)
+        case Throttle():
+            return calls.throttle(signature, key=key, **its)
+        case Unique():
+            return calls.unique(signature, key=key, **its)
     raise AssertionError(declared)
 
 
