@@ -27,7 +27,7 @@ from benchmarks.measuring import (
 )
 from celery_native_delay.store.interface import Row
 from celery_native_delay.testing import PrivateRedis, private_redis
-from celery_native_delay.transports.redis.entry import Destination, entry_of
+from celery_native_delay.transports.redis.keys import Destination, entry_of
 from celery_native_delay.transports.redis.store import BATCH, RedisBrokerStore, Rounds
 
 FEW, MANY = 1_000, 1_000_000

@@ -316,6 +316,12 @@ def copy_of(client: Any) -> Connection:
     return Connection(**dict(client._info(resolve=False), heartbeat=0))
 
 
+def connect_once(connection: Any) -> None:
+    """Connect, with one attempt for each URL: the caller makes the pauses between attempts."""
+    tries = len(connection.alt) or 1
+    connection.ensure_connection(max_retries=tries, interval_start=0, interval_step=0)
+
+
 def without_store(channel: Any) -> NoStore:
     """Return the error for an app without a store, which needs one."""
     return NoStore(

@@ -17,6 +17,7 @@ from amqp.exceptions import RecoverableConnectionError
 from kombu.exceptions import OperationalError
 
 from ..errors import NativeDelayError, RefusedMessage, errors_ignored
+from .interface import connect_once
 
 logger = logging.getLogger(__name__)
 
@@ -303,9 +304,7 @@ class Outbox(ABC, Generic[MessageT, BatchT]):
             return
         client = self._clone()
         try:
-            # One attempt is made for each URL. patiently() pauses between attempts.
-            tries = len(client.alt) or 1
-            client.ensure_connection(max_retries=tries, interval_start=0, interval_step=0)
+            connect_once(client)
             self.channel = self._opened(client)
         except BaseException:
             with errors_ignored():

@@ -11,7 +11,7 @@ from kombu import Connection
 from celery_native_delay.redis_server import Server
 from celery_native_delay.store.interface import Row
 from celery_native_delay.transports.redis.delays import RedisDelays
-from celery_native_delay.transports.redis.entry import Destination, entry_of
+from celery_native_delay.transports.redis.keys import Destination, entry_of
 from celery_native_delay.transports.redis.promoter import RedisPromoter
 from celery_native_delay.transports.redis.store import HandedOver, RedisBrokerStore
 from tests.traffic import beside

@@ -17,8 +17,7 @@ import pytest
 
 from celery_native_delay.store.opened import store_at
 from celery_native_delay.testing import PrivateRedis, private_redis
-from celery_native_delay.transports.redis.entry import opened_entry
-from celery_native_delay.transports.redis.keys import RedisBrokerKeys
+from celery_native_delay.transports.redis.keys import RedisBrokerKeys, opened_entry
 from celery_native_delay.transports.redis.store import RedisBrokerStore
 from tests.integration.redis_traffic import row
 from tests.unit.test_compatibility import (

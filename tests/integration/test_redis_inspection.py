@@ -14,7 +14,7 @@ from celery_native_delay.finding import UNCHECKED
 from celery_native_delay.redis_server import Server
 from celery_native_delay.testing import PrivateRedis
 from celery_native_delay.transports.redis import delays, moving
-from celery_native_delay.transports.redis.admin_part import RedisAdminPart
+from celery_native_delay.transports.redis.parts import RedisAdminPart
 from tests.integration.project import APP, Project
 from tests.integration.redis_traffic import delaying, promote, store_of
 from tests.traffic import publish

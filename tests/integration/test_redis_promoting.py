@@ -12,7 +12,7 @@ import pytest
 from celery_native_delay.testing import PrivateRedis, private_redis, require_redis
 from celery_native_delay.testing.redis import ServerName
 from celery_native_delay.transports.redis import promoter as module
-from celery_native_delay.transports.redis.entry import Destination, entry_of
+from celery_native_delay.transports.redis.keys import Destination, entry_of
 from celery_native_delay.transports.redis.promoter import RedisPromoter
 from pytest_celery_native_delay import installed
 from tests.brokers import self_signed_certificate

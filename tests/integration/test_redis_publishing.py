@@ -20,7 +20,7 @@ from celery_native_delay.message import HEADER
 from celery_native_delay.redis_server import Server
 from celery_native_delay.testing import PrivateRedis
 from celery_native_delay.transports.redis import delays as module
-from celery_native_delay.transports.redis.entry import Destination
+from celery_native_delay.transports.redis.keys import Destination
 from tests.integration.redis_traffic import (
     connector,
     delaying,

@@ -12,8 +12,7 @@ import pytest
 from celery_native_delay import BrokerFull, NotPermitted
 from celery_native_delay.redis_server import Server
 from celery_native_delay.testing import PrivateRedis
-from celery_native_delay.transports.redis.entry import Destination
-from celery_native_delay.transports.redis.keys import RedisBrokerKeys
+from celery_native_delay.transports.redis.keys import Destination, RedisBrokerKeys
 from celery_native_delay.transports.redis.store import BATCH, RedisBrokerStore, Rounds
 from tests.integration.redis_traffic import entries, promote, row
 from tests.waiting import PATIENCE_SECONDS

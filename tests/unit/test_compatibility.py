@@ -35,7 +35,7 @@ from celery_native_delay.store.entry import StoreEntry
 from celery_native_delay.store.interface import Refusal, Row, Store
 from celery_native_delay.store.opened import store_at
 from celery_native_delay.transports.rabbitmq.wrapping import unwrap, wrap
-from celery_native_delay.transports.redis.entry import Destination, entry_of, opened_entry
+from celery_native_delay.transports.redis.keys import Destination, entry_of, opened_entry
 from celery_native_delay.transports.sqs import entry as sqs
 from celery_native_delay.transports.virtual.from_store import message_of
 from celery_native_delay.transports.virtual.wrapping import unwrapped, wrapped

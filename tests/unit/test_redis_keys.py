@@ -9,8 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from redis import ConnectionPool
 
-from celery_native_delay.transports.redis.entry import Destination, entry_of, opened_entry
-from celery_native_delay.transports.redis.keys import RedisBrokerKeys, member_of
+from celery_native_delay.transports.redis.keys import (
+    Destination,
+    RedisBrokerKeys,
+    entry_of,
+    member_of,
+    opened_entry,
+)
 from celery_native_delay.urls import redis_py_url
 
 

@@ -12,7 +12,7 @@ import amqp
 from ...errors import errors_ignored
 from ...message import HEADER
 from ...store.entry import StoreEntry
-from ..interface import Wait
+from ..interface import Wait, connect_once
 from ..moving import expires_ms_of
 from .channels import Publication
 from .delivering import UNENCODABLE, Deliverer, text_of, unencodable
@@ -66,9 +66,7 @@ class RowPublisher:
         """*connection* is a kombu connection, which this object closes."""
         self._kombus = connection
         self._timeout_seconds = timeout_seconds
-        # One attempt for each URL, because the dispatcher makes the pauses between attempts.
-        tries = len(connection.alt) or 1
-        connection.ensure_connection(max_retries=tries, interval_start=0, interval_step=0)
+        connect_once(connection)
         self._deliverer = Deliverer(connection.connection)
         self._lost = (OSError, *connection.connection_errors)
         self._lost_by: BaseException | None = None

@@ -22,8 +22,7 @@ from ..virtual import delays
 from ..virtual.from_store import collected
 from ..virtual.from_store import entry_of as entry_of_message
 from ..virtual.wrapping import due_then, encoded, id_of, wrapped
-from .entry import Destination, entry_of, opened_entry
-from .keys import RedisBrokerKeys, member_of
+from .keys import Destination, RedisBrokerKeys, entry_of, member_of, opened_entry
 from .store import RedisBrokerStore
 
 

@@ -13,8 +13,7 @@ from ...store.interface import WaitingRow
 from ..moving import Found, Moving, Reach, Source, Stays
 from ..virtual import moving
 from ..virtual.moving import StoreSource
-from .entry import opened_entry
-from .keys import member_of
+from .keys import member_of, opened_entry
 from .store import RedisBrokerStore
 
 #: How many messages are read at a time.

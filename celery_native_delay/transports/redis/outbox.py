@@ -18,8 +18,7 @@ from ...records.redis_link import digest_of
 from .. import outbox
 from ..virtual.outbox import Collecting, VirtualOutbox
 from ..virtual.wrapping import encoded
-from .entry import Destination, front_of
-from .keys import RedisBrokerKeys, member
+from .keys import Destination, RedisBrokerKeys, front_of, member
 from .promoter import CONNECTION_OPTIONS
 from .scripts import ADD_MANY, PUSH
 from .store import refusals_explained

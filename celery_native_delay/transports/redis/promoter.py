@@ -26,6 +26,7 @@ from redis.exceptions import RedisError, TimeoutError
 
 from ...backoff import Backoff
 from ...errors import NativeDelayError
+from ..interface import connect_once
 from ..status import SHOW_SECONDS, Sign
 from .store import BATCH, HandedOver, Rounds
 
@@ -102,9 +103,7 @@ class RedisPromoter:
     @contextmanager
     def _connected(self) -> Iterator[tuple[Rounds, _Alarm]]:
         with self._connect(transport_options=CONNECTION_OPTIONS) as connection:
-            # One attempt is made for each URL, because the pauses between attempts are made here.
-            tries = len(connection.alt) or 1
-            connection.ensure_connection(max_retries=tries, interval_start=0, interval_step=0)
+            connect_once(connection)
             channel = connection.default_channel
             delays, pool = channel.delays, channel.pool
             rounds = Rounds(pool.make_connection(), delays.keys, version=delays.version)

@@ -22,8 +22,7 @@ from ..interface import AdminPart, WorkerPart
 from ..moving import MovingPart
 from ..virtual.channel import DelayingChannel, DelayingTransport
 from .delays import RedisDelays
-from .entry import Destination
-from .keys import RedisBrokerKeys
+from .keys import Destination, RedisBrokerKeys
 
 logger = logging.getLogger(__name__)
 
@@ -57,12 +56,12 @@ class RedisDelayingChannel(DelayingChannel):
     delays_class = RedisDelays
 
     def own_worker_part(self, settings: DelaySettings) -> WorkerPart:
-        from .worker_part import RedisWorkerPart
+        from .parts import RedisWorkerPart
 
         return RedisWorkerPart(self, settings)
 
     def own_admin_part(self, settings: DelaySettings) -> AdminPart:
-        from .admin_part import RedisAdminPart
+        from .parts import RedisAdminPart
 
         return RedisAdminPart(self)
 

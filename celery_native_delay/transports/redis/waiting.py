@@ -20,7 +20,7 @@ from ...store.redis_tasks import RedisTasks
 from ..virtual.from_store import entry_of as entry_of_message
 from ..virtual.from_store import message_of
 from ..virtual.wrapping import delivery_id_of, encoded, unwrapped, wrapped
-from .entry import entry_of, opened_entry
+from .keys import entry_of, opened_entry
 from .store import BATCH
 
 

@@ -12,7 +12,7 @@ from ...errors import errors_ignored
 from ...message import HEADER
 from ...records.publishing import RecordedPublish
 from ...store.entry import StoreEntry
-from ..interface import Wait
+from ..interface import Wait, connect_once
 
 #: Headers of kombu's message that are AMQP properties in a row.
 _CONTENT = {"content-type": "content_type", "content-encoding": "content_encoding"}
@@ -69,9 +69,7 @@ class ChannelPublisher:
     def __init__(self, connection: Any) -> None:
         """*connection* is a kombu connection, which this object closes."""
         self._connection = connection
-        # One attempt for each URL, because the dispatcher makes the pauses between attempts.
-        tries = len(connection.alt) or 1
-        connection.ensure_connection(max_retries=tries, interval_start=0, interval_step=0)
+        connect_once(connection)
         self._channel = connection.default_channel
         self._lost: tuple[type[Exception], ...] = (
             OSError,
