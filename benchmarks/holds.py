@@ -30,7 +30,7 @@ from tests.postgresql import private_postgresql
 HELD = 100_000
 BLOCK = 500
 """The number of held tasks that are sent at once, before another task."""
-PER_SECOND = 500
+PER_SECOND = 200
 """The rate of the release."""
 MOVED_SECONDS = 7200.0
 """The time by which the waiting tasks are moved."""

@@ -164,7 +164,11 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
                 self._revoked.runs = channel.records(settings)
             prepared = part.prepare(where)
             with suppress(NoStore):
-                self._holding.begin(schedule_records(channel, settings), c.timer)
+                self._holding.begin(
+                    schedule_records(channel, settings),
+                    c.timer,
+                    patience_seconds=settings.store_timeout_seconds,
+                )
         except (NativeDelayError, *c.connection.channel_errors) as exc:
             logger.critical(
                 "native delay is OFF in this worker, only immediate tasks run: %s (%s)",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
-from time import monotonic
-from typing import Any
+from time import monotonic, sleep
+from typing import Any, TypeAlias
 
 from celery.utils.log import get_logger
 
@@ -29,6 +29,12 @@ LOOK_SECONDS = 3.0
 #: stopped. It is shorter than TAKEN_UP_SECONDS, after which a release lets the held tasks go.
 _OLD_SECONDS = 4.0
 
+#: Seconds between two attempts of a worker that boots.
+_AGAIN_SECONDS = 0.2
+
+#: Returns the result of a call that asks the store, or raises its error or that of a time limit.
+_Within: TypeAlias = Callable[[Callable[[], list[str | None]]], list[str | None]]
+
 _beside_consumer = Within(2.0, name="native-delay-holds")
 
 
@@ -48,10 +54,20 @@ class Holding:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="native-delay-holds")
         self._look: Future[None] | None = None
 
-    def begin(self, state: Records, timer: Any) -> None:
-        """Read the holds now and then every 3 s. Call this again after each reconnect."""
+    def begin(self, state: Records, timer: Any, *, patience_seconds: float) -> None:
+        """Read the holds now and then every 3 s. Call this again after each reconnect.
+
+        A worker that boots waits for its first answer up to *patience_seconds*: else it would start
+        held tasks. It does not wait longer, as tasks that nobody holds must run.
+        """
         self._state = state
-        self._read(in_time)
+        self._read(in_time if self._read_at else _patiently(patience_seconds))
+        if not self._read_at:
+            logger.critical(
+                "native delay: this worker knows no holds, as the store has not answered for %g s: "
+                "until it answers, the worker starts held tasks, too",
+                patience_seconds,
+            )
         timer.call_repeatedly(LOOK_SECONDS, self._look_beside)
 
     def close(self) -> None:
@@ -106,7 +122,7 @@ class Holding:
         if self._look is None or self._look.done():
             self._look = self._thread.submit(self._read, _beside_consumer)
 
-    def _read(self, within: Callable[[Callable[[], list[str | None]]], list[str | None]]) -> None:
+    def _read(self, within: _Within) -> None:
         state = self._state
         assert state is not None
         asked_at = monotonic()
@@ -124,6 +140,22 @@ class Holding:
         else:
             self._read_at = asked_at
             self._is_away = False
+
+
+def _patiently(seconds: float) -> _Within:
+    """Repeat a call that fails for so many seconds: a store may start with its workers."""
+    end, within = monotonic() + seconds, Within(seconds, name="native-delay-holds")
+
+    def repeated(call: Callable[[], list[str | None]]) -> list[str | None]:
+        while True:
+            try:
+                return within(call)
+            except Exception:  # of any driver
+                if monotonic() + _AGAIN_SECONDS > end:
+                    raise
+                sleep(_AGAIN_SECONDS)
+
+    return repeated
 
 
 def _as_waiting(arrival: Arrival) -> Waiting:

@@ -175,6 +175,24 @@ def test_a_store_that_hangs_stops_no_worker(
 
 
 @on_one_version
+def test_a_worker_that_boots_while_the_store_hangs_starts_no_held_task(
+    fleet: Fleet, place: Place
+) -> None:
+    app = fleet.app()
+    delay = Delay(app)
+    delay.hold("note")
+    held = app.send_task("note", (1,)).id
+    timeout = {"native_delay_store_timeout_seconds": WORKERS_TIMEOUT_SECONDS}
+    with place.hung():
+        worker = fleet.worker(wait=False, **timeout)
+        worker.wait_for_log("Connected to")
+    other = app.send_task("careful").id
+    fleet.record.wait_for(task_id=other)
+    wait_until(lambda: delay.show(held))
+    assert not fleet.record.runs(task_id=held)
+
+
+@on_one_version
 @pytest.mark.parametrize("fault", [Place.cut_idle, Place.restart], ids=["cut", "restarted"])
 def test_after_a_cut_or_a_restart_each_publish_waits_and_can_be_cancelled(
     fleet: Fleet, place: Place, fault: Callable[[Place], Any]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,11 +67,12 @@ def test_holds_survive_their_text_and_a_later_version_is_refused() -> None:
 class State:
     def __init__(self, *holds: Hold) -> None:
         self.holds = holds
-        self.away = False
+        self.away: float = False  # for so many calls
 
     def load(self, names: list[RecordName]) -> list[str | None]:
         assert names == [RECORD]
         if self.away:
+            self.away -= 1
             raise OSError("it is down")
         return [encoded(self.holds)]
 
@@ -78,7 +80,7 @@ class State:
 def gate(*holds: Hold, keys: tuple[str, ...] = ()) -> tuple[Holding, State]:
     state, made = State(*holds), Holding(lambda arrival: keys)
     timer = SimpleNamespace(call_repeatedly=lambda *_: None)
-    made.begin(state, timer)  # type: ignore[arg-type]
+    made.begin(state, timer, patience_seconds=9)  # type: ignore[arg-type]
     return made, state
 
 
@@ -170,10 +172,10 @@ def test_while_the_store_is_away_known_holds_stay_on_and_this_is_told_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     hold, state = gate(HOLD)
-    state.away = True
+    state.away = math.inf
     timer = SimpleNamespace(call_repeatedly=lambda *_: None)
     for _ in range(2):
-        hold.begin(state, timer)  # type: ignore[arg-type]
+        hold.begin(state, timer, patience_seconds=9)  # type: ignore[arg-type]
     ruling = hold(arrival())
     assert isinstance(ruling, WaitUntil)
     assert (ruling.due_us, ruling.in_broker) == (NOW_US + AWAY_US, True)
@@ -184,5 +186,18 @@ def test_while_the_store_is_away_known_holds_stay_on_and_this_is_told_once(
         )
     ]
     state.away = False
-    hold.begin(state, timer)  # type: ignore[arg-type]
+    hold.begin(state, timer, patience_seconds=9)  # type: ignore[arg-type]
     assert isinstance(hold(arrival()), WaitUntil)
+
+
+@pytest.mark.parametrize("away", [2, math.inf])
+def test_a_worker_that_boots_waits_for_the_holds_and_says_loudly_if_they_stay_unknown(
+    caplog: pytest.LogCaptureFixture, away: float
+) -> None:
+    made, state = Holding(lambda arrival: ()), State(HOLD)
+    state.away = away
+    timer = SimpleNamespace(call_repeatedly=lambda *_: None)
+    patience_seconds = 60 if away == 2 else 0.3
+    made.begin(state, timer, patience_seconds=patience_seconds)  # type: ignore[arg-type]
+    assert isinstance(made(arrival()), WaitUntil) is (away == 2)
+    assert ("this worker knows no holds" in caplog.text) is (away > 2)
