@@ -13,7 +13,6 @@ import json
 import re
 import secrets
 import shlex
-import signal
 import socket
 import subprocess
 import tempfile
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote, unquote, urlsplit
 
-from .processes import BrokerFailed, BrokerMissing, KeptServer, claim_ports, port_of
+from .processes import BrokerFailed, BrokerMissing, KeptServer, PrivateServer, claim_ports, port_of
 
 _SERVERS = (
     Path("/usr/lib/rabbitmq/bin/rabbitmq-server"),
@@ -77,9 +76,6 @@ def require_rabbitmq(version: str | None = None) -> RabbitMQInstallation:
     )
 
 
-_BOOT_SECONDS = 90
-"""The time limit of a start, which takes 3 to 8 s, or several times as long on a busy machine."""
-
 _CONFIG = """\
 # Milliseconds between the reports of connections, channels and classic queues.
 collect_statistics_interval = 500
@@ -127,7 +123,7 @@ def private_rabbitmq(*, version: str | None = None, **options: Any) -> Iterator[
         yield rabbitmq
 
 
-class PrivateRabbitMQ:
+class PrivateRabbitMQ(PrivateServer):
     """A private RabbitMQ node, made by private_rabbitmq(); the node ends with the Python process.
 
     Args:
@@ -179,7 +175,7 @@ class PrivateRabbitMQ:
         )
         self.name = f"{self._home.name}@localhost"
         self._environment = self._server_environment()
-        self._node = KeptServer(
+        self._server = KeptServer(
             f"RabbitMQ {self.version}",
             self._inside(str(self.installation.server)),
             home=self._home,
@@ -202,48 +198,6 @@ class PrivateRabbitMQ:
     def data_dir(self) -> Path:
         """The folder of the node's messages and metadata."""
         return self._home / "data"
-
-    @property
-    def pid(self) -> int | None:
-        """The node's process id, also the id of its process group; None if the node is down."""
-        return self._node.pid
-
-    # ---- life ------------------------------------------------------------------------------
-
-    def start(self, *, within_seconds: float = _BOOT_SECONDS) -> None:
-        """Start the node, always with the same ports and data, and wait until the node is ready.
-
-        Raises:
-            BrokerFailed: the node ended, or was not ready after *within_seconds*. The message has
-                the end of the log.
-        """
-        self._node.start(self._serves, within_seconds=within_seconds)
-
-    def stop(self) -> None:
-        """Stop the node normally; its data and ports stay the same."""
-        self._node.end(signal.SIGTERM, within_seconds=60)
-
-    def kill(self) -> None:
-        """Kill the node with SIGKILL; its data and ports stay the same."""
-        self._node.end(signal.SIGKILL)
-
-    def pause(self) -> None:
-        """Pause the node with SIGSTOP: its sockets stay open, and the node does not answer."""
-        self._node.send(signal.SIGSTOP)
-
-    def resume(self) -> None:
-        """Continue a paused node with SIGCONT."""
-        self._node.send(signal.SIGCONT)
-
-    def close(self) -> None:
-        """Kill the node and remove its files; also done when the Python process ends."""
-        self._node.close()
-        for claim in self._claims:
-            claim.close()
-
-    def log_tail(self, lines: int = 30) -> str:
-        """Return the last lines of the node's output and log."""
-        return self._node.log_tail(lines)
 
     # ---- administration --------------------------------------------------------------------
 

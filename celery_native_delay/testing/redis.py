@@ -14,19 +14,18 @@ import os
 import platform
 import re
 import shutil
-import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote, urlencode
 
-from .processes import BrokerFailed, BrokerMissing, KeptServer, claim_ports, port_of
+from .processes import BrokerFailed, BrokerMissing, KeptServer, PrivateServer, claim_ports, port_of
 
 ServerName = Literal["redis", "valkey"]
 
@@ -135,9 +134,6 @@ def _who_is(server: str) -> tuple[ServerName, str] | None:
     return ("redis" if match[1] == "Redis" else "valkey"), match[2]
 
 
-_BOOT_SECONDS = 60
-"""The time limit of a start, which takes 10 to 50 ms, or longer with a large append-only file."""
-
 _LONGEST_SOCKET_PATH = 103
 """The longest path of a Unix socket on macOS, in bytes. Linux allows four more bytes."""
 
@@ -195,8 +191,12 @@ def embedded_broker(folder: Path | str | None = None) -> Iterator[PrivateRedis]:
         yield redis
 
 
-class PrivateRedis:
+class PrivateRedis(PrivateServer):
     """A private Redis or Valkey, made by private_redis(); the server ends with the Python process.
+
+    With a temporary folder (``appendfsync no``), kill() loses no write: Redis writes each command
+    to the file before it answers. With the option *folder* (``appendfsync everysec``), Redis delays
+    writes by up to two seconds while the disk is busy; kill() loses delayed writes.
 
     Args:
         installation: the server to run.
@@ -280,46 +280,13 @@ class PrivateRedis:
         """The URL of database 0 over the Unix socket, for Celery."""
         return f"redis+socket://{self._credentials}{quote(str(self.socket))}"
 
-    @property
-    def pid(self) -> int | None:
-        """The id of the server's process; None if the server is not running."""
-        return self._server.pid
-
-    def start(self, *, within_seconds: float = _BOOT_SECONDS) -> None:
-        """Start the server, always with the same port and data, and wait until the server is ready.
-
-        Raises:
-            BrokerFailed: the server ended, or was not ready after *within_seconds*. The message has
-                the end of the log.
-        """
-        self._server.start(partial(answers, self.client), within_seconds=within_seconds)
-
-    def stop(self) -> None:
-        """Stop the server normally; its data and port stay the same."""
-        self._server.end(signal.SIGTERM, within_seconds=60)
-
-    def kill(self) -> None:
-        """Kill the server with SIGKILL; its data and port stay the same.
-
-        With a temporary folder (``appendfsync no``), Redis loses no write: it writes each command
-        to the file before it answers. With the option *folder* (``appendfsync everysec``), Redis
-        delays writes by up to two seconds while the disk is busy; the kill loses delayed writes.
-        """
-        self._server.end(signal.SIGKILL)
-
     def close(self) -> None:
         """Stop the server and free its port; also done when the Python process ends."""
         if not self._temporary:
             self.stop()
-        self._server.close()
+        super().close()
         self.client.connection_pool.disconnect()
-        for claim in self._claims:
-            claim.close()
         os.close(self._lock)
-
-    def log_tail(self, lines: int = 30) -> str:
-        """Return the last lines of the server's log."""
-        return self._server.log_tail(lines)
 
     @cached_property
     def client(self) -> Any:
@@ -327,6 +294,9 @@ class PrivateRedis:
         return client_of(unix_socket_path=str(self.socket), password=self.password)
 
     # ---- inside ----------------------------------------------------------------------------
+
+    def _serves(self) -> bool:
+        return answers(self.client)
 
     @property
     def _credentials(self) -> str:

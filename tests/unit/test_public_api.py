@@ -73,7 +73,8 @@ def described_class(public: str, kind: type, names: Sequence[str]) -> Iterator[s
 
 
 def is_private(base: type, names: Sequence[str]) -> bool:
-    return base.__module__ == "celery_native_delay.app.keyed" and base.__name__ not in names
+    rooms = ("celery_native_delay.app.keyed", "celery_native_delay.testing.processes")
+    return base.__module__ in rooms and base.__name__ not in names
 
 
 def field_text(field: Field[Any]) -> str:
