@@ -71,20 +71,31 @@ _numbers = itertools.count()
 
 
 @pytest.fixture
-def settings(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
-    """The rows wait in RabbitMQ, or in a store beside it; the claims are always in the store."""
-    store = {"store": f"sqlite:///{tmp_path}/store.db"}
-    in_broker = {"store_tasks": ["nothing"]}
-    return LEVELS | store | ({} if getattr(request, "param", "") == "in store" else in_broker)
+def place(request: pytest.FixtureRequest) -> str:
+    """The rows wait in RabbitMQ ("in broker"), in a store beside it, or in Redis."""
+    return str(getattr(request, "param", "in broker"))
 
 
 @pytest.fixture
-def app(settings: dict[str, Any], apps_folder: Path, native_delay_rabbitmq_url: str) -> str:
+def settings(place: str, tmp_path: Path) -> dict[str, Any]:
+    """The settings of the app; on RabbitMQ, the claims are always in the store."""
+    if place == "redis":
+        return {"namespace": "tests"}
+    store = {"store": f"sqlite:///{tmp_path}/store.db"}
+    return LEVELS | store | ({} if place == "in store" else {"store_tasks": ["nothing"]})
+
+
+@pytest.fixture
+def url(place: str, request: pytest.FixtureRequest) -> str:
+    kind = "redis" if place == "redis" else "rabbitmq"
+    return str(request.getfixturevalue(f"native_delay_{kind}_url"))
+
+
+@pytest.fixture
+def app(settings: dict[str, Any], apps_folder: Path, url: str) -> str:
     """The path of an app with the tasks of tests' workers."""
     name = f"once_{next(_numbers)}"
-    source = APP.format(
-        url=native_delay_rabbitmq_url, settings=settings, batch_rows=BATCH_ROWS, marked=MARKED
-    )
+    source = APP.format(url=url, settings=settings, batch_rows=BATCH_ROWS, marked=MARKED)
     (apps_folder / f"{name}.py").write_text(source)
     return f"{name}:app"
 
@@ -115,15 +126,15 @@ def ids_of(run_id: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("way", "settings"),
+    ("way", "place"),
     [("FanOut", "in broker"), in_ci("FanOut", "in store"), in_ci("sink", "in broker")],
-    indirect=["settings"],
+    indirect=["place"],
 )
 def test_rows_of_a_lost_executor_and_of_a_job_that_is_sent_again_run_once(
     spark: Any,
     app: str,
     settings: dict[str, Any],
-    native_delay_rabbitmq_url: str,
+    url: str,
     tmp_path: Path,
     way: str,
 ) -> None:
@@ -150,7 +161,7 @@ def test_rows_of_a_lost_executor_and_of_a_job_that_is_sent_again_run_once(
     send(rows(spark).repartition(3))
     send(rows(spark).where("number < 50"))
     ids, plain = (set(ids_of(run_id)) for run_id in ("once", "plain"))
-    with fleet_with_worker(native_delay_rabbitmq_url, tmp_path, settings) as (fleet, worker):
+    with fleet_with_worker(url, tmp_path, settings) as (fleet, worker):
         fleet.record.wait_for_ids(list(ids))
         # A worker notes the success after the task has run.
         wait_until(lambda: (result := send(rows(spark))) is None or result.done == ROWS)
@@ -166,26 +177,37 @@ def test_rows_of_a_lost_executor_and_of_a_job_that_is_sent_again_run_once(
         assert set(counts.values()) <= most
 
 
-RETRIED = 1_000
+RETRIED = int(os.environ.get("NATIVE_DELAY_TEST_TASKS", "1000"))
 """The rows of a job that Airflow starts three times."""
 
 
 @pytest.mark.ci
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("settings", ["in broker", "in store"], indirect=True)
+@pytest.mark.timeout(600 + RETRIED // 10)
+@pytest.mark.parametrize("place", ["in broker", "in store", "redis"], indirect=True)
 def test_a_job_that_is_killed_twice_and_sent_a_third_time_runs_each_row_once(
     app: str,
     settings: dict[str, Any],
-    native_delay_rabbitmq_url: str,
+    url: str,
     apps_folder: Path,
     tmp_path: Path,
 ) -> None:
-    """Rows that became due meanwhile and did not run are not rejected, but run late."""
-    patience_seconds = 3 * PATIENCE_SECONDS
-    with fleet_with_worker(native_delay_rabbitmq_url, tmp_path, settings) as (fleet, worker):
+    """Rows that became due meanwhile and did not run are not rejected, but run late.
+
+    Each time, a Python worker of Spark is killed, too, at a random point.
+    """
+    patience_seconds = 3 * PATIENCE_SECONDS + RETRIED / 40
+    with fleet_with_worker(url, tmp_path, settings) as (fleet, worker):
         for tries in range(3):
             given = [app, str(RETRIED)]
             with driver(given, apps_folder, tmp_path, script="batch_driver.py") as (process, said):
+                wait_until(
+                    lambda: executors_of(process) or process.poll() is not None,
+                    timeout_seconds=patience_seconds,
+                )
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(random.uniform(0, 4))
+                for pid in executors_of(process)[:1]:
+                    os.kill(pid, signal.SIGKILL)
                 if tries < 2:
                     fleet.record.wait_for(
                         RETRIED // 4 * (tries + 1), timeout_seconds=patience_seconds
@@ -193,7 +215,7 @@ def test_a_job_that_is_killed_twice_and_sent_a_third_time_runs_each_row_once(
                     assert process.poll() is None, said()
                 else:
                     assert process.wait(patience_seconds) == 0, said()
-        fleet.record.wait_for(RETRIED)
+        fleet.record.wait_for(RETRIED, timeout_seconds=patience_seconds)
         worker.stop()
     counts = Counter(run.args[0] for run in fleet.record.runs())
     assert counts == Counter(range(RETRIED))
@@ -208,7 +230,7 @@ def rows_of(batch: int) -> range:
 def test_batches_of_a_stream_run_once_although_executors_and_drivers_are_killed(
     app: str,
     settings: dict[str, Any],
-    native_delay_rabbitmq_url: str,
+    url: str,
     apps_folder: Path,
     tmp_path: Path,
 ) -> None:
@@ -224,7 +246,7 @@ def test_batches_of_a_stream_run_once_although_executors_and_drivers_are_killed(
         lines = [json.dumps({"number": number, "wait": number % 3}) for number in rows_of(batch)]
         (source / f"{batch}.json").write_text("\n".join(lines))
     given = [app, str(source)]
-    with fleet_with_worker(native_delay_rabbitmq_url, tmp_path, settings) as (fleet, worker):
+    with fleet_with_worker(url, tmp_path, settings) as (fleet, worker):
         mark = apps_folder / f"{app}-{rows_of(0)[MARKED]}"
         with driver(given, apps_folder, tmp_path) as (process, said):
             wait_until(
@@ -243,6 +265,19 @@ def test_batches_of_a_stream_run_once_although_executors_and_drivers_are_killed(
         worker.stop()  # what has come has run by then, or is dropped
     ran = Counter(run.args[0] for run in fleet.record.runs())
     assert ran == Counter(range(BATCHES * BATCH_ROWS))
+
+
+def executors_of(driver: subprocess.Popen[bytes]) -> list[int]:
+    """The ids of the Python processes in which a driver's local Spark runs tasks."""
+    parents = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            fields = (process / "stat").read_text().rpartition(")")[2].split()
+            if b"pyspark.daemon" in (process / "cmdline").read_bytes():
+                parent, session = int(fields[1]), int(fields[3])
+                if session == driver.pid:
+                    parents[int(process.name)] = parent
+    return [pid for pid, parent in parents.items() if parent in parents]
 
 
 def done_in(said: str) -> int:
