@@ -10,8 +10,8 @@ with brought_by("spark", module=__name__):
     from .fan_out import FanOut, FanOutResult
     from .ids import task_id_of
     from .plan import Plan
-    from .receipts import Failure, Receipt
     from .reconcile import Reconciliation, read_events, reconcile
+    from .sending import Failure, Receipt
 
 __all__ = (
     "Failure",

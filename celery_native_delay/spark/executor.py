@@ -13,8 +13,7 @@ from pyspark import TaskContext
 
 from ..errors import NativeDelayError
 from .encode import SENT_COLUMNS
-from .receipts import Receipt
-from .sending import SendJob, send_rows
+from .sending import Receipt, SendJob, send_rows
 
 Batches = Iterator[Any]
 

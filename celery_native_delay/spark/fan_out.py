@@ -30,8 +30,7 @@ from .executor import ANSWERS, LEDGER_COLUMNS, answers_of, asker, sender
 from .live_counts import LiveCounts, context_of, tell_encoded
 from .options import FanOutKeywords, FanOutOptions
 from .plan import Plan, make_plan
-from .receipts import Failure, Receipt
-from .sending import SendJob, warn_of_late_sending
+from .sending import Failure, Receipt, SendJob, warn_of_late_sending
 
 logger = logging.getLogger(__name__)
 
@@ -175,20 +174,12 @@ class FanOut:
     @property
     def encoded(self) -> Any:
         """A DataFrame with one encoded task per row; a rejected row has the reason in ``error``."""
-        return self._encoded(self._df)
+        return self._encoded(self.options)
 
-    def _encoded(
-        self, df: Any, *keep: str, options: FanOutOptions | None = None, tell: Tell | None = None
-    ) -> Any:
-        facts = self.facts
-        return encode.encoded(
-            df,
-            options or self.options,
-            longest_seconds=facts.longest_seconds,
-            spread=facts.spread,
-            keep=keep,
-            tell=tell,
-        )
+    def _encoded(self, options: FanOutOptions, *keep: str, tell: Tell | None = None) -> Any:
+        longest_seconds, spread = self.facts.longest_seconds, self.facts.spread
+        more: Any = {"longest_seconds": longest_seconds, "spread": spread}
+        return encode.encoded(self._df, options, **more, keep=keep, tell=tell)
 
     def plan(self) -> Plan:
         """Count the tasks that :meth:`send` would send, without a connection to the broker.
@@ -203,12 +194,12 @@ class FanOut:
         """Return a DataFrame of the rejected rows; the added column ``_error`` has the reason."""
         self._warn_if_volatile()
         return (
-            self._encoded(self._df, "row")
+            self._encoded(self.options, "row")
             .where("error is not null")
             .select("row.*", f.col("error").alias("_error"))
         )
 
-    def send(self, *, check: bool = True, ledger: str | None = None) -> FanOutResult:
+    def send(self, *, ledger: str | None = None) -> FanOutResult:
         """Send all accepted rows as tasks, and return when the broker has confirmed the tasks.
 
         The same rows may be sent any number of times with the same *run_id*, whole or in part, if
@@ -220,8 +211,6 @@ class FanOut:
         and in doubt (the broker may have received these tasks).
 
         Args:
-            check: if True, unconfirmed tasks cause FanOutFailed. If False, the method returns the
-                result, which lists these tasks.
             ledger: the path to which Spark appends the tasks of this job, as Parquet, when it ends:
                 ``task_id``, ``run_id``, ``task``, ``due``, ``queue`` and the columns *id_cols*, for
                 :func:`reconcile`. An id column with such a name becomes ``id_due``, for example.
@@ -251,11 +240,9 @@ class FanOut:
         started = monotonic()
         with LiveCounts(spark, job_id) as counts:
             tell = None if counts.address is None else partial(tell_encoded, counts.address, job_id)
-            frame = self._encoded(self._df, *keys, options=options, tell=tell)
+            frame = self._encoded(options, *keys, tell=tell)
             each = None if rate is None else rate / self._senders
-            job = SendJob.of(
-                options, run, job_id, run_id=self.run_id, max_rate=each, driver=counts.address
-            )
+            job = SendJob.of(options, run, job_id, max_rate=each, driver=counts.address)
             try:
                 answers = self._sent(frame, job, keys, ledger)
             except BaseException as exc:
@@ -267,7 +254,10 @@ class FanOut:
                     counts.stop(),
                 )
                 raise
-        receipts = [answer for answer in answers if isinstance(answer, Receipt)]
+        receipts = sorted(
+            (answer for answer in answers if isinstance(answer, Receipt)),
+            key=lambda receipt: receipt.partition,
+        )
         failures = [answer for answer in answers if isinstance(answer, Failure)]
         if again := counts.sent_again({(each.partition, each.attempt) for each in receipts}):
             logger.warning(
@@ -276,13 +266,12 @@ class FanOut:
                 f"{again:,}",
                 "once" if job.once else "twice",
             )
-        receipts.sort(key=lambda receipt: receipt.partition)
         seconds = monotonic() - started
         result = FanOutResult(self.run_id, seconds, receipts, failures, options.app)
         warn_of_late_sending(result.sent_after_due, result.sent)
         if run is not None:
             self._close(result)
-        if check and failures:
+        if failures:
             raise FanOutFailed(
                 f"{result}; the first: {failures[0].reason}; send the same rows again with the "
                 f"same run_id, which gives them the same task ids",

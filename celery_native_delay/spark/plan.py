@@ -64,44 +64,31 @@ class Plan:
 def make_plan(encoded: Any, facts: AppFacts, options: FanOutOptions, senders: int) -> Plan:
     """Count the tasks that *senders* connections would send; Spark caches *encoded* meanwhile."""
     kept = encoded.select("task_id", "due_us", "queue", "error").persist()
+    accepted = kept.where("error is null")
+    queue = f.coalesce("queue", f.lit(facts.route)).alias("queue")
     try:
-        return _counted(kept, facts, options, senders)
+        rejects = dict(kept.where("error is not null").groupBy("error").count().collect())
+        queues = dict(accepted.groupBy(queue).count().collect())
+        ids, first_us, last_us = accepted.agg(
+            f.count_distinct("task_id"), f.min("due_us"), f.max("due_us")
+        ).first()
+        count = sum(queues.values())
+        rate = senders * USUAL_PER_SECOND
+        send_seconds = count / min(rate, options.max_rate or rate)
+        ends_us = time_ns() // 1000 + round(send_seconds * 1_000_000)
+        due_meanwhile = f.col("due_us").between(options.now_us + 1, ends_us)
+        due_while_sending = accepted.where(due_meanwhile).count()
     finally:
         kept.unpersist()
-
-
-def _counted(encoded: Any, facts: AppFacts, options: FanOutOptions, senders: int) -> Plan:
-    fine = f.col("error").isNull()
-    rejects = {
-        row["error"]: row["count"]
-        for row in encoded.where(~fine).groupBy("error").count().collect()
-    }
-    accepted = encoded.where(fine)
-    total = accepted.agg(
-        f.count(f.lit(1)).alias("count"),
-        f.count_distinct("task_id").alias("ids"),
-        f.min("due_us").alias("first"),
-        f.max("due_us").alias("last"),
-    ).first()
-    count = total["count"]
-    rate = senders * USUAL_PER_SECOND
-    send_seconds = count / min(rate, options.max_rate or rate)
-    ends_us = time_ns() // 1000 + round(send_seconds * 1_000_000)
-    due_meanwhile = f.col("due_us").between(options.now_us + 1, ends_us)
-    queue = f.coalesce("queue", f.lit(facts.route)).alias("queue")
-    queues = {row["queue"]: row["count"] for row in accepted.groupBy(queue).count().collect()}
+    first_due, last_due = (None if us is None else moment(us) for us in (first_us, last_us))
     return Plan(
         rows=count + sum(rejects.values()),
         accepted=count,
         rejects=dict(sorted(rejects.items(), key=lambda one: -one[1])),
-        duplicates=count - total["ids"],
-        first_due=_datetime(total["first"]),
-        last_due=_datetime(total["last"]),
+        duplicates=count - ids,
+        first_due=first_due,
+        last_due=last_due,
         queues=queues,
         send_seconds=send_seconds,
-        due_while_sending=accepted.where(due_meanwhile).count(),
+        due_while_sending=due_while_sending,
     )
-
-
-def _datetime(us: int | None) -> datetime | None:
-    return None if us is None else moment(us)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from time import monotonic, sleep, time_ns
@@ -33,12 +35,49 @@ from ..records.waiting import RUN
 from .app import load_app
 from .live_counts import Reporter
 from .options import FanOutOptions
-from .receipts import Failure, Receipt
 
 logger = logging.getLogger(__name__)
 
 #: Rows of a repeated run that are looked up at once.
 _LOOKED_AT = 1000
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A row whose task the broker has not confirmed.
+
+    *outcome* is "refused" (the broker refused the task, or the task cannot be delayed), "in doubt"
+    (the broker may have received the task) or "unsent".
+    """
+
+    task_id: str
+    outcome: str
+    reason: str
+
+
+@dataclass
+class Receipt:
+    """The numbers of sent and rejected rows of one partition, reported to the driver."""
+
+    partition: int
+    attempt: int
+    """The id of the attempt of Spark's task, which no other attempt has."""
+    rows: int = 0
+    sent: int = 0
+    confirmed: int = 0
+    done: int = 0
+    """The number of tasks that an earlier try has sent, and that have run; not sent again."""
+    by_template: int = 0
+    """The number of tasks that were sent as copies of an encoded message."""
+    seconds: float = 0.0
+    rejected: Counter[str] = field(default_factory=Counter)
+    """The number of rejected rows by reason."""
+    broken: str = ""
+    """The reason why sending stopped before the last row; "" if all rows were handled."""
+    last_eta: str = ""
+    """The latest due time of the sent tasks, in ISO 8601."""
+    sent_after_due: int = 0
+    """The number of tasks that were sent after their due time."""
 
 
 @dataclass(frozen=True)
@@ -68,18 +107,15 @@ class SendJob:
         options: FanOutOptions,
         run: RunRecord | None,
         job_id: str,
-        *,
-        run_id: str | None,
         max_rate: float | None = None,
         driver: tuple[str, int] | None = None,
     ) -> SendJob:
         """Return the job that sends rows; *run* is the stored state of its run, if there is one."""
-        once, task = options.once, options.task
+        job = cls(options.app, options.task, max_rate, bool(options.once), id=job_id, driver=driver)
         if run is None:
-            return cls(options.app, task, max_rate, bool(once), id=job_id, driver=driver)
-        is_once = once is None or once
-        again, moved_us = run.tries > 1, run.moved_us
-        return cls(options.app, task, max_rate, is_once, run_id, again, moved_us, job_id, driver)
+            return job
+        once, again = options.once is not False, run.tries > 1
+        return replace(job, once=once, run=run.run_id, is_repeated=again, moved_us=run.moved_us)
 
 
 def send_rows(rows: Iterable[tuple[Any, ...]], job: SendJob, receipt: Receipt) -> Iterator[Failure]:
@@ -179,6 +215,7 @@ def _not_done(
         yield from left
 
 
+@lru_cache(1)  # rows come in the order of their due times
 def _utc_text(us: int) -> str:
     return moment(us).isoformat(timespec="microseconds")
 

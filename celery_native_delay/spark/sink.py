@@ -29,8 +29,7 @@ from ..records.runs import BATCH_KIND, RUN_KIND, RunRecord
 from .app import Call, describe, on_app
 from .encode import Encoder
 from .options import FanOutOptions
-from .receipts import Receipt
-from .sending import SendJob, send_rows, warn_of_late_sending
+from .sending import Receipt, SendJob, send_rows, warn_of_late_sending
 from .slots import Slot, check_type, no_such_column, slots
 
 logger = logging.getLogger(__name__)
@@ -55,12 +54,7 @@ def parsed(texts: Mapping[str, str]) -> dict[str, Any]:
     values: dict[str, Any] = {"on_reject": "fail"}
     for name, text in texts.items():
         name = name.lower()
-        if name == "rate":
-            raise InvalidFanOut(
-                "format('celery') gets one row after another and cannot spread them by a rate: use "
-                "FanOut(df, rate=…), in a stream within foreachBatch"
-            )
-        if name in ("max_rate", "connections"):
+        if name in ("rate", "max_rate", "connections"):
             raise InvalidFanOut(
                 f"format('celery') sends each partition by itself, and cannot keep {name}: use "
                 f"FanOut(df, {name}=…), in a stream within foreachBatch"
@@ -102,13 +96,13 @@ class Writer(DataSourceArrowWriter):
         run = self._open(run_id, self._job_id, RUN_KIND) if self._has_run_id else None
         return self._send(iterator, run_id, self._job_id, run)
 
-    def commit(self, messages: list[Any]) -> None:
+    def commit(self, messages: list[Any], *_batch: int) -> None:
         """Log the number of sent tasks."""
-        _log_rejects(_receipts(messages))
+        _log_rejects([message.receipt for message in messages])
 
-    def abort(self, messages: list[Any]) -> None:
+    def abort(self, messages: list[Any], *_batch: int) -> None:
         """Log that the Spark job failed. Workers run the tasks that were sent."""
-        sent = sum(receipt.sent for receipt in _receipts(messages))
+        sent = sum(message.receipt.sent for message in messages if message is not None)
         logger.error(
             "native delay: the job failed after it had sent at least %d tasks, which will run; "
             "with the same run_id and id_cols it sends the same task ids again",
@@ -151,7 +145,9 @@ class Writer(DataSourceArrowWriter):
         assert context is not None
         receipt = Receipt(context.partitionId(), context.taskAttemptId())
         first, count = None, 0
-        job = SendJob.of(fan_out, run, job_id, run_id=run_id if self._is_run else None)
+        job = SendJob.of(fan_out, run, job_id)
+        if not self._is_run:
+            job = replace(job, run=None)
         for failure in send_rows(self._encoded(encoder, batches, run_id), job, receipt):
             first, count = first or failure, count + 1
         if first is not None:
@@ -195,14 +191,6 @@ class StreamWriter(Writer, DataSourceStreamWriter):
         job_id = f"{self._job_id}-{batch}"
         return self._send(iterator, run_id, job_id, self._open(run_id, job_id, BATCH_KIND))
 
-    def commit(self, messages: list[Any], batchId: int) -> None:  # type: ignore[override]  # noqa: N803
-        """Log the number of sent tasks of the micro batch."""
-        _log_rejects(_receipts(messages))
-
-    def abort(self, messages: list[Any], batchId: int) -> None:  # type: ignore[override]  # noqa: N803
-        """Log that the batch failed. Workers run the tasks that were sent."""
-        super().abort(messages)
-
 
 #: The local properties with a stream's query id and batch number, which foreach() reads, too.
 _QUERY_AND_BATCH = ("sql.streaming.queryId", "streaming.sql.batchId")
@@ -231,11 +219,6 @@ def _shown(batch: Any, number: int) -> str:
         return f"{batch.slice(number, 1).to_pylist()[0]!r:.300}"
     except UnicodeDecodeError:
         return f"row {number} of its batch"
-
-
-def _receipts(messages: list[Any]) -> list[Receipt]:
-    """Return the receipts of the Spark tasks that did not fail."""
-    return [message.receipt for message in messages if message is not None]
 
 
 def _log_rejects(receipts: list[Receipt]) -> None:
@@ -278,7 +261,6 @@ _PARSERS: dict[str, tuple[str, Any]] = {
     **{f"{name}_col": (name, str) for name in ("countdown", "eta", "queue", "priority", "expires")},
     **{"kwargs_cols": ("kwargs", _named), "args_cols": ("args", _names)},
     **{"id_cols": ("id_cols", _names), "on_reject": ("on_reject", _on_reject)},
-    **{name: (name, seconds_of) for name in ("smear",)},
-    "max_body_bytes": ("max_body_bytes", int),
+    **{"smear": ("smear", seconds_of), "max_body_bytes": ("max_body_bytes", int)},
     **{name: (name, _flag) for name in ("check_task", "check_queue", "once")},
 }

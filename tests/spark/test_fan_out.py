@@ -22,8 +22,7 @@ from pyspark.sql import functions as f
 
 from celery_native_delay import FanOutFailed, InvalidFanOut
 from celery_native_delay.spark import FanOut, task_id_of
-from celery_native_delay.spark.receipts import Receipt
-from celery_native_delay.spark.sending import SendJob, send_rows
+from celery_native_delay.spark.sending import Receipt, SendJob, send_rows
 from celery_native_delay.testing import private_rabbitmq
 from celery_native_delay.transports import outbox
 from tests.brokers import installed_rabbitmq

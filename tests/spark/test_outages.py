@@ -19,8 +19,7 @@ pytest.importorskip("pyspark")
 from celery_native_delay import FanOutFailed
 from celery_native_delay.bulk import Bulk
 from celery_native_delay.spark import FanOut
-from celery_native_delay.spark.receipts import Receipt
-from celery_native_delay.spark.sending import SendJob, send_rows
+from celery_native_delay.spark.sending import Receipt, SendJob, send_rows
 from celery_native_delay.testing import private_redis, require_redis
 from celery_native_delay.transports import outbox
 from pytest_celery_native_delay import installed
