@@ -166,21 +166,17 @@ class Run:
         return record
 
 
-def runs_of(app: Celery, limit: int) -> list[RunStatus]:
-    """Return up to *limit* runs of an app, those with the latest tasks first."""
+def runs_of(app: Celery, limit: int, *, counts: bool = True) -> list[RunStatus]:
+    """Return up to *limit* runs of an app, those with the latest tasks first.
+
+    Without *counts*, no waiting tasks are counted, which reads all of them once for each run.
+    """
 
     def looked(channel: Any, settings: DelaySettings) -> list[RunStatus]:
         found = latest_runs(channel.records(settings), limit)
-        return [_status(channel, settings, record) for record in found]
+        return [_status(channel, settings, record, counts=counts) for record in found]
 
     return ask_broker(app, looked)
-
-
-def has_runs(app: Celery) -> bool:
-    """Return True if a run of an app is known, without counting its tasks."""
-    return ask_broker(
-        app, lambda channel, settings: bool(latest_runs(channel.records(settings), 1))
-    )
 
 
 def open_run(
@@ -235,9 +231,11 @@ def _on_records(app: Celery, call: Callable[[Records, DelaySettings], T]) -> T |
     return ask_broker(app, lambda channel, chosen: call(channel.records(chosen), chosen))
 
 
-def _status(channel: Any, settings: DelaySettings, record: RunRecord) -> RunStatus:
+def _status(
+    channel: Any, settings: DelaySettings, record: RunRecord, *, counts: bool = True
+) -> RunStatus:
     with closing(channel.waiting_tasks(settings)) as found:
-        lists_all = found.note_elsewhere is None
+        lists_all = counts and found.note_elsewhere is None
         waiting = found.count(Query(run=record.run_id)) if lists_all else None
     return RunStatus(
         run_id=record.run_id,

@@ -16,12 +16,12 @@ from tornado import escape, web
 
 from ..app.delay import Delay, listed
 from ..app.holds import TAKEN_UP_SECONDS
-from ..app.runs import Run
+from ..app.runs import Run, runs_of
 from ..durations import moment_of, seconds_of
 from ..errors import InvalidDueTime, InvalidQuery
 from ..records.waiting import Outcome
 from ..transports.interface import AdminPart
-from .pages import Errors, ParkedHandler, RunsHandler, ScheduleEntries, long_json
+from .pages import Errors, ParkedHandler, ScheduleEntries, long_json
 
 T = TypeVar("T")
 
@@ -196,8 +196,15 @@ class ChangeSchedule(ApiHandler):
         self.write(answer)
 
 
-class ListRuns(ApiHandler, RunsHandler):
-    """Sends the runs of Spark fan-outs, those with the latest tasks first."""
+class ListRuns(ApiHandler):
+    @web.authenticated
+    async def get(self) -> None:
+        """Send up to ``limit`` runs of Spark fan-outs, those with the latest tasks first."""
+        limit = self.limit()
+        runs = await self.asking.delay(
+            lambda _: runs_of(self.capp, limit), within_seconds=_MANY_SECONDS
+        )
+        self.write({"runs": [run.as_json() for run in runs]})
 
 
 class ChangeRun(ApiHandler):
@@ -223,7 +230,7 @@ class ChangeRun(ApiHandler):
             return f"{run.reschedule(by=by):,} task(s) moved"
 
         message = await self.begun(change)
-        self.application.delays_runs = None
+        self.application.delays_runs, self.application.count_runs_at = None, 0.0
         self.write({"run": run.run_id, "message": message or TAKES_LONGER})
 
 

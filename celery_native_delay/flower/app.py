@@ -126,6 +126,9 @@ class DelayFlower(Flower):
         #: The names of the pages with a link in the navigation bar. "rates" and "schedules" have a
         #: link only if the app's settings have rates or schedules, "runs" once a run was seen.
         self.linked = {"delays"}
+        #: By run: the numbers of its tasks. They are counted again at this monotonic time.
+        self.run_counts: dict[str, dict[str, int | None]] = {}
+        self.count_runs_at = 0.0
 
     def start(self) -> None:
         """Start the threads that collect metrics, and serve requests until :meth:`stop`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import asdict
 from functools import partial
@@ -15,7 +16,7 @@ from flower.views import BaseHandler
 from tornado import web
 
 from ..app.delay import Delay, listed
-from ..app.runs import has_runs, runs_of
+from ..app.runs import Run, RunStatus, runs_of
 from ..errors import InvalidQuery, NativeDelayError, NoStore, StoreUnavailable
 from ..finding import WRONG, Finding
 from ..records.waiting import HELD_FROM_US, Query
@@ -33,8 +34,8 @@ _PARKED = 50
 #: The browser sorts and searches the lines.
 MOST_LINES = 500
 
-#: The largest number of runs on the page Runs, and the seconds to count their waiting tasks.
-MOST_RUNS, _COUNT_SECONDS = 20, 60.0
+#: The largest number of runs on the page Runs, and the seconds to count the tasks of one.
+MOST_RUNS, _COUNT_SECONDS = 20, 600.0
 
 #: The largest number of tasks that one action on the page can change.
 MOST_IDS = 100_000
@@ -150,7 +151,7 @@ class Summary(Shared):
             "error": None,
         }
         try:
-            if await self.asking.delay(lambda _: has_runs(self.capp)):
+            if await self.asking.delay(lambda _: runs_of(self.capp, 1, counts=False)):
                 self.application.linked.add("runs")
             return found | await self.asking.delay(_numbers)
         except NoStore as exc:
@@ -203,16 +204,39 @@ def _numbers(delay: Delay) -> dict[str, Any]:
 
 
 class RunsHandler(Shared):
-    """Sends the runs of Spark fan-outs, those with the latest tasks first."""
+    """Sends the runs of Spark fan-outs, those with the latest tasks first.
+
+    Their waiting tasks are counted in the background, for a tenth of the time at most.
+    """
 
     kept_as = "delays_runs"
-    kept_seconds = 10.0
 
     async def answer(self) -> dict[str, Any]:
-        runs = await self.asking.delay(
-            lambda _: runs_of(self.capp, MOST_RUNS), within_seconds=_COUNT_SECONDS
-        )
-        return {"runs": [run.as_json() for run in runs], "now_us": round(time() * 1e6)}
+        flower = self.application
+        runs = await self.asking.delay(lambda _: runs_of(self.capp, MOST_RUNS, counts=False))
+        if monotonic() >= flower.count_runs_at:
+            flower.count_runs_at = math.inf
+            flower.counting = asyncio.ensure_future(self._count([run.run_id for run in runs]))
+        numbers = flower.run_counts
+        shown = [run.as_json() | numbers.get(run.run_id, {}) for run in runs]
+        return {"runs": shown, "now_us": round(time() * 1e6)}
+
+    async def _count(self, run_ids: list[str]) -> None:
+        flower, began = self.application, monotonic()
+        try:
+            for run_id in run_ids:
+                asked = partial(_status_of, Run(run_id, app=self.capp))
+                status = await self.asking.delay(asked, within_seconds=_COUNT_SECONDS)
+                flower.run_counts[run_id] = {"waiting": status.waiting, "left": status.left}
+        except NativeDelayError:  # the list has the same
+            flower.run_counts.clear()
+        finally:
+            took_seconds = monotonic() - began
+            flower.count_runs_at = monotonic() + max(10 * took_seconds, self.kept_seconds)
+
+
+def _status_of(run: Run, _: Delay) -> RunStatus:
+    return run.status()
 
 
 class ParkedHandler(Errors):

@@ -13,7 +13,6 @@ from itertools import islice
 from pathlib import Path
 from time import monotonic, sleep, time_ns
 from typing import Any
-from uuid import uuid4
 
 from pyspark import SparkFiles
 
@@ -261,9 +260,7 @@ class GivenUp:
     def note(self, reason: str) -> None:
         if self._path is not None:
             with suppress(OSError):
-                whole = self._path.with_suffix(f".{uuid4().hex}")
-                whole.write_text(reason)
-                whole.replace(self._path)
+                self._path.write_text(reason)
 
 
 class Pace:

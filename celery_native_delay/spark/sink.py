@@ -79,11 +79,27 @@ class Writer(DataSourceArrowWriter):
 
     #: True if tasks have the name of their run in a header, by which they can be cancelled.
     _is_run = True
+    _mode = "mode"
 
     def __init__(self, schema: Any, texts: Mapping[str, str], *, overwrite: bool) -> None:
         if overwrite:
-            raise InvalidFanOut('expected mode("append"): what has been sent cannot be overwritten')
-        self._set_up(schema, texts)
+            raise InvalidFanOut(
+                f'expected {self._mode}("append"): what has been sent cannot be overwritten'
+            )
+        options = parsed(texts)
+        self._fails_on_reject = options.pop("on_reject") == "fail"
+        self._has_run_id = "run_id" in options
+        self._options = fan_out = FanOutOptions(**options)
+        self._job_id = uuid4().hex
+        facts = describe(Call.of(fan_out))
+        read = list(slots(fan_out))
+        self._positions = [_position(slot, schema.names) for slot in read]
+        types = {}
+        for slot, position in zip(read, self._positions, strict=True):
+            types[slot.name] = schema.fields[position].dataType
+            check_type(slot, types[slot.name], has_zone=fan_out.eta_zone is not None)
+        self._types, self._longest_seconds = types, facts.longest_seconds
+        self._queues = facts.queues if fan_out.check_queue else None
 
     def write(self, iterator: Iterator[Any]) -> Sent:
         """Send the rows of one partition as delayed tasks.
@@ -110,22 +126,6 @@ class Writer(DataSourceArrowWriter):
         )
 
     # --- private -------------------------------------------------------------------------
-
-    def _set_up(self, schema: Any, texts: Mapping[str, str]) -> None:
-        options = parsed(texts)
-        self._fails_on_reject = options.pop("on_reject") == "fail"
-        self._has_run_id = "run_id" in options
-        self._options = fan_out = FanOutOptions(**options)
-        self._job_id = uuid4().hex
-        facts = describe(Call.of(fan_out))
-        read = list(slots(fan_out))
-        self._positions = [_position(slot, schema.names) for slot in read]
-        types = {}
-        for slot, position in zip(read, self._positions, strict=True):
-            types[slot.name] = schema.fields[position].dataType
-            check_type(slot, types[slot.name], has_zone=fan_out.eta_zone is not None)
-        self._types, self._longest_seconds = types, facts.longest_seconds
-        self._queues = facts.queues if fan_out.check_queue else None
 
     def _open(self, run_id: str, job_id: str, kind: str) -> RunRecord | None:
         """Note that this partition is sent, so that its repetition rejects the same rows."""
@@ -175,12 +175,11 @@ class StreamWriter(Writer, DataSourceStreamWriter):
     """Writes each micro batch as delayed tasks; a repeated batch has the same task ids."""
 
     _is_run = False
+    _mode = "outputMode"
 
     def __init__(self, schema: Any, texts: Mapping[str, str], *, overwrite: bool) -> None:
-        if overwrite:
-            raise InvalidFanOut('expected outputMode("append"), got "complete"')
         own = {name: text for name, text in texts.items() if name.lower() not in _OF_STREAMS}
-        self._set_up(schema, own)
+        super().__init__(schema, own, overwrite=overwrite)
 
     def write(self, iterator: Iterator[Any]) -> Sent:
         """Send the rows of one partition of a micro batch as delayed tasks."""

@@ -78,7 +78,7 @@ def test_the_page_counts_moves_and_cancels_runs(
     DelaysPage(chrome, flower).click("a.nav-link[href$='/delays/runs']")
     page = RunsPage(chrome, flower, None)
     page.lists(len(RUNS))
-    assert page.row() == ["nightly-1", "note", "6", "5", "1", "5", "0", ""]
+    page.wait(lambda: page.row() == ["nightly-1", "note", "6", "5", "1", "5", "0", ""])
     shown = [row.text for row in chrome.find_elements(By.CSS_SELECTOR, "#runs-table td a")]
     assert f"<b>{SHOWN}</b>" in shown
 
