@@ -192,7 +192,7 @@ class LiveCounts:
             )
             sys.stderr.flush()
         is_measured = now >= self._began + _ESTIMATED_AFTER_SECONDS
-        if left_seconds is not None and is_measured and not self._is_estimated:
+        if left_seconds and is_measured and not self._is_estimated:
             self._is_estimated = True
             self._warn_of_late(per_second, time_ns() // 1000 - round((now - self._began) * 1e6))
 
