@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,18 @@ if SYSTEM_RABBITMQ != "4.3" and given_rabbitmq() is None:
 
 on_one_version = pytest.mark.parametrize("rabbitmq_version", [ON_SYSTEM], indirect=True)
 """Run a test on one RabbitMQ version only: for code that behaves the same on all versions."""
+
+
+def in_turn(names: str, *rows: tuple[object, ...]) -> pytest.MarkDecorator:
+    """Run a test with each row of parameters on one RabbitMQ version: the versions take turns."""
+    params = [
+        pytest.param(
+            *version.values, *row, marks=version.marks, id="-".join([version.id, *map(str, row)])
+        )
+        for version, row in zip(cycle(ON_RABBITMQS), rows, strict=False)
+    ]
+    together = ("rabbitmq_version", *names.split(", "))
+    return pytest.mark.parametrize(together, params, indirect=["rabbitmq_version"])
 
 
 CI = pytest.mark.ci

@@ -22,6 +22,7 @@ _ORDER = [
     "tests/acceptance/test_versions",
     "SQS",
     "tasks on Redis",
+    "Django",
     "tests/acceptance",
     "(?!tests/unit)",
     "tests/unit",
@@ -48,6 +49,8 @@ def scope_of(nodeid: str) -> str:
         return f"SQS: {part[1]}"
     if "test_tasks.py" in nodeid:
         return "tasks on Redis"
+    if "test_django_schedules.py" in nodeid:
+        return "Django"
     return nodeid
 
 

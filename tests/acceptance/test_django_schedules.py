@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import shutil
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from time import time
+from typing import Any
 
 import pytest
 
-from celery_native_delay.testing import PrivateRedis
+from celery_native_delay.testing import private_redis
 from tests.acceptance.worker import REPOSITORY
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
@@ -44,7 +48,7 @@ def note(*args):
 class Site:
     """A Django project with django-celery-beat in a folder, and its worker."""
 
-    def __init__(self, folder: Path, broker: str) -> None:
+    def __init__(self, folder: Path, broker: str, like: Site | None = None) -> None:
         self.folder = folder
         self._env = {
             **os.environ,
@@ -52,7 +56,10 @@ class Site:
             "PYTHONPATH": f"{folder}{os.pathsep}{REPOSITORY}",
         }
         (folder / "site_app.py").write_text(PROJECT)
-        self.run("from django.core.management import call_command; call_command('migrate', '-v0')")
+        if like is None:
+            self.run("from django.core.management import call_command as c; c('migrate', '-v0')")
+        else:
+            shutil.copy(like.folder / "site.db", folder)
 
     def run(self, code: str) -> str:
         """Run *code* in a process of the site; what it prints."""
@@ -71,6 +78,11 @@ class Site:
         )
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
+
+    def asks(self, question: str) -> tuple[Any, ...]:
+        """The first row of the answer of the site's database."""
+        with closing(sqlite3.connect(self.folder / "site.db", timeout=PATIENCE_SECONDS)) as base:
+            return tuple(base.execute(question).fetchone())
 
     def worker(self) -> subprocess.Popen[bytes]:
         with (self.folder / "worker.log").open("ab") as output:
@@ -99,16 +111,26 @@ class Site:
             raise
 
 
-@pytest.fixture
-def site(tmp_path: Path, store_redis: PrivateRedis) -> Iterator[Site]:
+@pytest.fixture(scope="module")
+def quiet_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """A site without a worker; a test deletes its entries."""
     pytest.importorskip("django_celery_beat")
-    site = Site(tmp_path, store_redis.url)
-    worker = site.worker()
-    yield site
-    worker.terminate()
-    worker.wait(PATIENCE_SECONDS)
+    with private_redis() as redis:
+        yield Site(tmp_path_factory.mktemp("site"), redis.url)
 
 
+@pytest.fixture(scope="module")
+def site(quiet_site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """A site whose worker runs the entries of all tests, which have different names."""
+    with private_redis() as redis:
+        site = Site(tmp_path_factory.mktemp("site"), redis.url, like=quiet_site)
+        worker = site.worker()
+        yield site
+        worker.terminate()
+        worker.wait(PATIENCE_SECONDS)
+
+
+OF = "FROM django_celery_beat_periodictask WHERE name ="
 SECOND = "IntervalSchedule.objects.get_or_create(every=1, period='seconds')[0]"
 
 
@@ -124,27 +146,19 @@ def test_an_entry_that_another_process_makes_runs_and_is_counted(site: Site) -> 
     site.run(entry("tick"))
     site.wait_for("tick", 3)
 
-    def is_counted() -> bool:
-        told = site.run(
-            "p = PeriodicTask.objects.get(name='tick'); "
-            "print(p.total_run_count, p.last_run_at is not None)"
-        )
-        return int(told.split()[0]) >= 3 and told.endswith("True")
-
-    wait_until(is_counted)
+    counted = f"SELECT total_run_count >= 3 AND last_run_at IS NOT NULL {OF} 'tick'"
+    wait_until(lambda: site.asks(counted) == (True,))
 
 
-def test_entries_are_imported_from_its_tables(site: Site) -> None:
+def test_entries_are_imported_from_its_tables(quiet_site: Site) -> None:
     """An app that reads no tables any more takes them over once; what cannot be says why."""
-    site.run(
+    told = quiet_site.run(
         entry("tick")
         + ";"
         + entry("off", enabled="False")
-        + "; PeriodicTask.objects.create(name='once', task='site.note', one_off=True, "
-        "clocked=ClockedSchedule.objects.create(clocked_time=now() + timedelta(days=1)))"
-    )
-    told = site.run(
-        "app.main = 'other'; app.conf.beat_scheduler = 'celery.beat:PersistentScheduler'\n"
+        + ";"
+        + clocked("once", 86_400)
+        + "\napp.main = 'other'; app.conf.beat_scheduler = 'celery.beat:PersistentScheduler'\n"
         "from celery_native_delay import Delay\n"
         "from celery_native_delay.app.importing import imported\n"
         "schedules = Delay(app).schedules()\n"
@@ -152,7 +166,8 @@ def test_entries_are_imported_from_its_tables(site: Site) -> None:
         "    found = imported(app, schedules, 'django-celery-beat', dry_run=dry_run)\n"
         "    print([each.name for each in found if each.problem is None])\n"
         "print(sorted((each.name, each.schedule, each.is_paused) for each in schedules))\n"
-        "schedules.remove_all()"
+        "schedules.remove_all()\n"
+        "PeriodicTask.objects.all().delete()"
     )
     assert told.splitlines() == [
         "['off', 'tick']",
@@ -163,7 +178,7 @@ def test_entries_are_imported_from_its_tables(site: Site) -> None:
 
 
 def test_an_entry_that_is_switched_off_or_has_ended_runs_no_more(site: Site) -> None:
-    site.run(entry("off") + ";" + entry("ends", expires="now() + timedelta(seconds=20)"))
+    site.run(entry("off") + ";" + entry("ends", expires="now() + timedelta(seconds=15)"))
     site.wait_for("off", 1)
     site.wait_for("ends", 1)
     site.run("p = PeriodicTask.objects.get(name='off'); p.enabled = False; p.save()")
@@ -185,11 +200,9 @@ ARMED_AGAIN = {
 
 
 def test_a_one_off_entry_that_is_armed_again_runs_again_however_soon(
-    tmp_path: Path, store_redis: PrivateRedis
+    quiet_site: Site,
 ) -> None:
     """The workers have not yet looked at the table since the entry ran."""
-    pytest.importorskip("django_celery_beat")
-    site = Site(tmp_path, store_redis.url)
     began = (
         "from celery_native_delay.app.schedules import Schedules\n"
         "schedules = Schedules(app)\n"
@@ -208,13 +221,18 @@ def test_a_one_off_entry_that_is_armed_again_runs_again_however_soon(
         f"p = PeriodicTask.objects.get(name='once')\n{each}\nschedules.publish()\nrun()\n"
         for each in ARMED_AGAIN.values()
     )
-    assert site.run(f"{began}{again}print(schedules._known('once').runs)") == "4"
+    assert (
+        quiet_site.run(
+            f"{began}{again}print(schedules._known('once').runs); PeriodicTask.objects.all().delete()"
+        )
+        == "4"
+    )
 
 
 def test_the_note_of_a_run_writes_no_column_that_an_admin_may_change(site: Site) -> None:
     """``ModelEntry.save`` of django-celery-beat would write ``enabled`` as read before."""
-    site.run(entry("tick"))
-    site.wait_for("tick", 1)
+    site.run(entry("noted"))
+    site.wait_for("noted", 1)
     wrote = site.run(
         "from django.db import connection\n"
         "from django.test.utils import CaptureQueriesContext\n"
@@ -222,7 +240,7 @@ def test_the_note_of_a_run_writes_no_column_that_an_admin_may_change(site: Site)
         "schedules = Schedules(app)\n"
         "schedules._read_entries()\n"
         "with CaptureQueriesContext(connection) as asked:\n"
-        "    schedules.note_run('tick')\n"
+        "    schedules.note_run('noted')\n"
         "print(*[each['sql'] for each in asked if each['sql'].startswith('UPDATE')])"
     )
     assert wrote.count("UPDATE") == 1
@@ -232,19 +250,19 @@ def test_the_note_of_a_run_writes_no_column_that_an_admin_may_change(site: Site)
 
 
 def test_an_entry_starts_at_its_time_and_a_one_off_entry_runs_once(site: Site) -> None:
-    start = time() + 8
+    start = time() + 5
     site.run(
-        entry("starts", start_time="now() + timedelta(seconds=8)")
+        entry("starts", start_time="now() + timedelta(seconds=5)")
         + ";"
         + entry("once", one_off="True")
         + ";"
-        + entry("tick")
+        + entry("beside")
     )
     site.wait_for("starts", 1)
     assert site.ran("starts")[0] >= start - 1
-    site.wait_for("tick", len(site.ran("tick")) + 3)
+    site.wait_for("beside", len(site.ran("beside")) + 3)
     assert len(site.ran("once")) == 1
-    wait_until(lambda: site.run("print(PeriodicTask.objects.get(name='once').enabled)") == "False")
+    wait_until(lambda: site.asks(f"SELECT enabled {OF} 'once'") == (False,))
 
 
 def clocked(word: str, seconds: int) -> str:
@@ -256,11 +274,11 @@ def clocked(word: str, seconds: int) -> str:
 
 
 def test_a_clocked_entry_runs_once_though_it_was_moved_or_read_too_late(site: Site) -> None:
-    site.run(clocked("passed", -1) + ";" + clocked("moved", 3600) + ";" + entry("tick"))
+    site.run(clocked("passed", -1) + ";" + clocked("moved", 3600) + ";" + entry("regular"))
     site.wait_for("passed", 1)
     site.run("c = PeriodicTask.objects.get(name='moved').clocked; c.clocked_time = now(); c.save()")
     site.wait_for("moved", 1)
-    enabled = "print(PeriodicTask.objects.filter(one_off=True, enabled=True).count())"
-    wait_until(lambda: site.run(enabled) == "0")
-    site.wait_for("tick", len(site.ran("tick")) + 3)
+    enabled = f"SELECT count(*) {OF} 'moved' AND enabled"
+    wait_until(lambda: site.asks(enabled) == (0,))
+    site.wait_for("regular", len(site.ran("regular")) + 3)
     assert (len(site.ran("passed")), len(site.ran("moved"))) == (1, 1)

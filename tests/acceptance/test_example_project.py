@@ -33,7 +33,7 @@ def test_a_reminder_is_sent_for_two_days_before_the_delivery(
     assert sent == [{"eta": datetime(2026, 11, 20, 9, tzinfo=UTC)}]
 
 
-@pytest.fixture(params=["rabbitmq", in_ci("embedded"), in_ci("filesystem"), in_ci("sqs")])
+@pytest.fixture(params=["rabbitmq", in_ci("embedded"), in_ci("sqs")])
 def demo_on(request: pytest.FixtureRequest) -> str:
     """A broker that `make demo BROKER=…` starts itself."""
     if request.param == "rabbitmq":

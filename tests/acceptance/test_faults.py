@@ -85,6 +85,7 @@ def test_a_worker_is_killed_while_tasks_wait(fleet: Fleet) -> None:
         assert run.worker == second.name
 
 
+@on_one_version
 def test_the_vhost_is_deleted_and_recreated_under_producer_and_worker(
     fleet: Fleet, rabbitmq: PrivateRabbitMQ
 ) -> None:
@@ -151,6 +152,7 @@ def test_tasks_sent_before_the_first_worker_starts(fleet: Fleet) -> None:
         run.assert_on_time(due)
 
 
+@on_one_version
 def test_tasks_to_a_deleted_queue_park_and_come_back(fleet: Fleet) -> None:
     """Parked tasks delay no other task, and run as soon as a worker for their queue starts."""
     fleet.worker(name="steady", queues="default")
@@ -194,6 +196,7 @@ def test_a_level_queue_deleted_before_the_task_is_sent(fleet: Fleet) -> None:
     run.assert_on_time(due)
 
 
+@on_one_version
 @pytest.mark.ci
 def test_a_level_queue_deleted_while_the_task_waits(fleet: Fleet) -> None:
     """The task is parked at the missing level. A worker puts it back for the remaining time."""

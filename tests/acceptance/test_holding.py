@@ -18,7 +18,7 @@ from celery_native_delay.app.holds import HoldCalls
 from celery_native_delay.records.holds import Hold
 from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis, private_redis, vhost_name
 from tests.acceptance.worker import Fleet, Worker, fleet_on
-from tests.brokers import SYSTEM_RABBITMQ
+from tests.brokers import SYSTEM_RABBITMQ, in_ci
 from tests.hanging import hung
 from tests.postgresql import PrivatePostgreSQL, private_postgresql
 from tests.waiting import wait_until
@@ -61,13 +61,7 @@ class Held:
         server.start()
 
 
-@pytest.fixture(
-    params=[
-        "redis",
-        "rabbitmq-redis",
-        pytest.param("rabbitmq-postgresql", marks=pytest.mark.ci),
-    ]
-)
+@pytest.fixture(params=["redis", "rabbitmq-redis"])
 def held(
     request: pytest.FixtureRequest,
     running_rabbitmq: Callable[..., PrivateRabbitMQ],
@@ -88,6 +82,7 @@ def held(
         rabbitmq.delete_vhost(vhost_name(vhost))
 
 
+@pytest.mark.parametrize("held", ["redis", in_ci("rabbitmq-postgresql")], indirect=True)
 def test_what_is_held_stays_held_until_its_release_and_others_run(held: Held) -> None:
     """Workers are killed, the store restarts and hangs, a deployment comes in between."""
     record = held.fleet.record

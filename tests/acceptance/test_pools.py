@@ -13,7 +13,7 @@ from tests.acceptance.worker import Fleet
 from tests.brokers import on_one_version
 from tests.waiting import wait_until
 
-EARLY_TASKS = 100
+EARLY_TASKS = 40
 
 SEND_EARLY = f"""
 import json

@@ -10,7 +10,6 @@ from time import monotonic
 from typing import Any
 
 import pytest
-from sqlalchemy import create_engine, text
 
 from celery_native_delay import Delay, StoreUnavailable
 from celery_native_delay.records.waiting import RUN
@@ -59,16 +58,6 @@ class Place:
         self.proxy.delay_seconds = 3
         yield
         self.proxy.delay_seconds = 0
-
-    @contextmanager
-    def slow(self) -> Iterator[None]:
-        """Lock the tables in another session: each statement waits, even those that only read."""
-        engine = create_engine(self.direct_url)
-        with engine.begin() as connection:
-            for table in ("task", "record"):
-                connection.execute(text(f"LOCK TABLE native_delay_{table}"))
-            yield
-        engine.dispose()
 
     def cut_idle(self) -> None:
         """Close all connections, as a load balancer does with idle ones."""
@@ -120,7 +109,6 @@ FAULTS = [
     in_ci("postgresql", Place.hung),
     in_ci("postgresql", Place.swallowed),
     in_ci("postgresql", Place.delayed),
-    in_ci("postgresql", Place.slow),
 ]
 
 #: Longer than the test waits for anything, so that a worker that waited so long would fail it.

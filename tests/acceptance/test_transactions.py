@@ -27,7 +27,7 @@ pytest.importorskip("django")
 STEPS = ("before", "written", "sent", "committed", "published")
 
 #: ``NATIVE_DELAY_TEST_TASKS=2000`` for the drill.
-TASKS = int(os.environ.get("NATIVE_DELAY_TEST_TASKS", "100"))
+TASKS = int(os.environ.get("NATIVE_DELAY_TEST_TASKS", "50"))
 
 ROOT = Path(__file__).resolve().parents[2]
 

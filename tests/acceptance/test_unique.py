@@ -99,7 +99,7 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-@pytest.mark.parametrize("fleet", ["redis", in_ci("rabbitmq"), in_ci("filesystem")], indirect=True)
+@pytest.mark.parametrize("fleet", ["redis", in_ci("rabbitmq")], indirect=True)
 def test_never_two_at_once_with_killed_workers_and_redeliveries(fleet: Fleet) -> None:
     """In half of the kills only the main process dies, and its pool processes go on."""
     delay, random = Delay(fleet.app()), Random(7)

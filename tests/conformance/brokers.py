@@ -346,19 +346,21 @@ class Pgmq:
 
 
 class SQS:
-    """A space is a moto server of its own, which stands for AWS."""
+    """A space is a moto server of its own, which stands for AWS; the next test takes it over."""
 
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
         self._spaces: dict[str, PrivateSqs] = {}
+        self._free: list[PrivateSqs] = []
 
     def new_space(self) -> str:
-        sqs = self._stack.enter_context(private_sqs())
+        sqs = self._free.pop() if self._free else self._stack.enter_context(private_sqs())
         self._spaces[sqs.url] = sqs
         return sqs.url
 
     def remove_space(self, url: str) -> None:
-        self._spaces.pop(url).kill()
+        self.wipe(url)
+        self._free.append(self._spaces.pop(url))
 
     def wipe(self, url: str) -> None:
         self._spaces[url].wipe()

@@ -34,6 +34,9 @@ from tests.integration.traffic import Arrival
 #: RabbitMQ has templates of its own, the other brokers share one kind; what is wrapped is Celery's.
 BROKERS = [pytest.param(ON_SYSTEM.id, marks=pytest.mark.rabbitmq), in_ci("redis")]
 
+#: For wrappers that turn templates off: whose templates, does not matter.
+on_one = pytest.mark.parametrize("broker", BROKERS[:1], indirect=True, scope="session")
+
 TRACE = "trace"
 SAID = "sending by apply_async, not by template: "
 
@@ -63,10 +66,8 @@ def make_app(url: str, app: Celery | None = None, **task_options: Any) -> Celery
 @pytest.fixture(scope="module")
 def space(broker: Broker) -> Iterator[str]:
     """A space with declared queues and a worker's background jobs, shared by all tests here."""
-    url = broker.new_space()
-    with ready_app(url):
-        yield url
-    broker.remove_space(url)
+    with ready_app(broker) as app:
+        yield app.conf.broker_url
 
 
 class Watching:
@@ -203,6 +204,7 @@ def traces_of(arrivals: list[Arrival]) -> dict[str, str | None]:
     return {a.message.headers["id"]: a.message.headers.get(TRACE) for a in arrivals}
 
 
+@on_one
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_code_that_wraps_publishing_sees_each_task_of_a_batch(
     space: str, wrapper: str, caplog: pytest.LogCaptureFixture
@@ -210,7 +212,7 @@ def test_code_that_wraps_publishing_sees_each_task_of_a_batch(
     """Each message has the header added for it, and the log gives the reason once."""
     caplog.set_level(logging.INFO, "celery_native_delay.bulk")
     watched, named = WRAPPERS[wrapper]
-    with watched(space) as (app, traces), inbox(space, "plain") as letters:
+    with watched(space) as (app, traces), inbox(app, "plain") as letters:
         with bulk(app) as batch:
             ids = [batch.send("shop.remind", (n,), countdown=0.5) for n in range(6)]
         came = letters.wait_for(6)
@@ -228,7 +230,7 @@ def test_opentelemetry_has_a_span_for_each_message(space: str) -> None:
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     app, instrumentor = make_app(space), CeleryInstrumentor()
-    with inbox(space, "plain") as letters:
+    with inbox(app, "plain") as letters:
         with bulk(app) as batch:
             for n in range(3):
                 batch.send("shop.remind", (n,), countdown=0.5)
@@ -255,7 +257,7 @@ def test_opentelemetry_has_a_span_for_each_message(space: str) -> None:
 def test_sentry_has_a_span_for_each_message(space: str) -> None:
     """In a process of its own, because Sentry patches Celery for good."""
     command = [sys.executable, "-m", "tests.conformance.sentry_process", space]
-    with inbox(space, "plain") as letters:
+    with inbox(make_app(space), "plain") as letters:
         run = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
         assert run.returncode == 0, run.stderr
         came = letters.wait_for(18)
@@ -332,7 +334,7 @@ def test_tasks_that_a_template_would_change_are_sent_as_apply_async_sends_them(
     caplog.set_level(logging.INFO, "celery_native_delay.bulk")
     owner = importlib.import_module(module)
     app, sent = make_app(space), (1, 2, 3, 4, 4)
-    with inbox(space, "plain") as letters:
+    with inbox(app, "plain") as letters:
         monkeypatch.setattr(owner, name, around(getattr(owner, name)))
         for number in sent:
             app.tasks["shop.remind"].apply_async((number,), countdown=0.5)
@@ -362,7 +364,7 @@ def test_a_template_made_from_equal_tasks_is_not_used_for_others(
     """The header depends on the arguments, which differ first in the fifth task."""
     amqp = importlib.import_module("celery.app.amqp")
     app, sent = make_app(space), (1, 1, 1, 1, 2, 3)
-    with inbox(space, "plain") as letters:
+    with inbox(app, "plain") as letters:
         monkeypatch.setattr(amqp, "task_message", OF_ARGUMENT(amqp.task_message))
         with bulk(app) as batch:
             ids = [batch.send("shop.remind", (number,), countdown=0.5) for number in sent]
@@ -376,7 +378,7 @@ def test_a_template_made_from_equal_tasks_is_not_used_for_others(
 def test_equal_options_of_different_types_are_not_mixed(space: str) -> None:
     """1, 1.0 and True arrive as they were sent."""
     app, values = make_app(space), (1, True, 1.0)
-    with inbox(space, "plain") as letters:
+    with inbox(app, "plain") as letters:
         with bulk(app) as batch:
             sent = {
                 batch.send("shop.remind", (n,), countdown=0.2, soft_time_limit=value): repr(value)
@@ -392,7 +394,7 @@ def test_equal_options_of_different_types_are_not_mixed(space: str) -> None:
 
 def test_after_a_reconnect_templates_are_checked_once_more(space: str) -> None:
     app = make_app(space)
-    with inbox(space, "plain") as letters:
+    with inbox(app, "plain") as letters:
         with bulk(app) as batch:
             for number in range(8):
                 if number == 4:

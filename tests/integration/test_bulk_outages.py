@@ -53,6 +53,7 @@ def with_user(url: str, user: str) -> str:
     return url.replace("//guest:guest@", f"//{user}:{user}@")
 
 
+@on_one_version
 @pytest.mark.ci
 @pytest.mark.parametrize(
     ("broken", "said"),

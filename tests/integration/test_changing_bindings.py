@@ -12,6 +12,7 @@ from kombu import Queue
 
 from celery_native_delay.transports.rabbitmq import routes
 from celery_native_delay.transports.rabbitmq.parking import rescue
+from tests.brokers import on_one_version
 from tests.integration.traffic import (
     TOPOLOGY,
     Inbox,
@@ -63,6 +64,7 @@ def test_a_queue_that_is_bound_while_a_message_waits_gets_it(worker: Any, produc
     assert (came.queue, came.body) == ("new", "waits")
 
 
+@on_one_version
 def test_a_message_goes_through_an_exchange_redeclared_with_another_type(
     worker: Any, producer: Any
 ) -> None:
@@ -78,6 +80,7 @@ def test_a_message_goes_through_an_exchange_redeclared_with_another_type(
     assert (came.queue, came.body) == ("new", "waits")
 
 
+@on_one_version
 def test_a_producer_notices_that_an_exchange_has_another_type(
     worker: Any, producer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,6 +100,7 @@ def test_a_producer_notices_that_an_exchange_has_another_type(
     assert (came.queue, came.body) == ("new", "after")
 
 
+@on_one_version
 def test_a_producer_notices_that_an_exchange_is_deleted(
     worker: Any, producer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,6 +113,7 @@ def test_a_producer_notices_that_an_exchange_is_deleted(
         publish(producer, "after", "a", exchange="shop", delay=0.2)
 
 
+@on_one_version
 def test_the_question_for_an_exchanges_type_never_declares_the_exchange(
     worker: Any, producer: Any
 ) -> None:
@@ -131,6 +136,7 @@ def test_the_question_for_an_exchanges_type_never_declares_the_exchange(
         worker.default_channel.exchange_declare("shop", "topic", passive=True)
 
 
+@on_one_version
 def test_deleting_a_queue_deletes_its_landing_queue(worker: Any, producer: Any) -> None:
     """Messages for the queue are then parked in the parking queue."""
     serve(worker, "full", "shop", "direct", **REJECTS)
@@ -147,6 +153,7 @@ def is_missing(connection: Any, queue: str) -> bool:
     return False
 
 
+@on_one_version
 def test_deleting_a_queue_that_is_consumed_succeeds_and_its_consumer_learns_of_it(
     worker: Any,
 ) -> None:

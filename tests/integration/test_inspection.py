@@ -211,6 +211,7 @@ def test_verify_finds_nothing_after_declaring(
         assert verified(connection, rabbitmq.management_url).unchecked == []
 
 
+@on_one_version
 def test_verify_finds_everything_missing_and_declares_nothing(
     rabbitmq: PrivateRabbitMQ, vhost_url: str
 ) -> None:
@@ -224,6 +225,7 @@ def test_verify_finds_everything_missing_and_declares_nothing(
             assert verified(connection, rabbitmq.management_url).differences == expected
 
 
+@on_one_version
 @each_damage
 def test_verify_finds_each_difference(
     rabbitmq: PrivateRabbitMQ, connection: Any, damage: Damage
@@ -273,6 +275,7 @@ def test_verify_finds_policies_on_delay_queues(
     wait_until(clean_again)
 
 
+@on_one_version
 def test_the_documented_pattern_matches_no_level_queue(
     rabbitmq: PrivateRabbitMQ, vhost: str, vhost_url: str
 ) -> None:
@@ -317,6 +320,7 @@ def policies_named(connection: Any, management_url: str) -> list[str]:
     return [sentence.partition(" such as ")[0] for sentence in wait_until(named)]
 
 
+@on_one_version
 def test_verify_tells_operator_policies_from_policies(
     rabbitmq: PrivateRabbitMQ, connection: Any, vhost: str
 ) -> None:
@@ -332,6 +336,7 @@ def test_verify_tells_operator_policies_from_policies(
     ]
 
 
+@on_one_version
 def test_verify_finds_policies_with_the_monitoring_tag(
     rabbitmq: PrivateRabbitMQ, connection: Any, vhost: str
 ) -> None:
@@ -380,6 +385,7 @@ def test_without_the_plugin_missing_queues_are_found_and_messages_counted(
             assert [level.waiting for level in counts.levels] == [0] * 3 + [None] + [0] * 4
 
 
+@on_one_version
 def test_verify_without_the_monitoring_tag_uses_amqp(rabbitmq: PrivateRabbitMQ, vhost: str) -> None:
     url = rabbitmq.add_user(f"clerk-{vhost}", "secret-word", vhost=vhost)
     with delaying(url) as connection:

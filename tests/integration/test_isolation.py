@@ -14,7 +14,7 @@ from celery_native_delay.transports.rabbitmq.inspection import verify
 from celery_native_delay.transports.rabbitmq.management import management_of
 from celery_native_delay.transports.rabbitmq.parking import rescue
 from celery_native_delay.transports.rabbitmq.topology import Topology
-from tests.brokers import in_ci
+from tests.brokers import in_turn, on_one_version
 from tests.integration.traffic import (
     SETTINGS,
     TOPOLOGY,
@@ -93,7 +93,7 @@ def assert_each_once(letters: Inbox) -> None:
 # ---- destinations that take nothing ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [in_ci("fanout"), "headers"])
+@in_turn("kind", ("headers",), ("fanout",))
 def test_an_exchange_without_bindings_keeps_only_its_own_messages(
     mortal_rabbitmq: PrivateRabbitMQ, mortal_url: str, kind: str
 ) -> None:
@@ -119,7 +119,7 @@ def test_an_exchange_without_bindings_keeps_only_its_own_messages(
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(("queue_type", "exchange"), [("classic", ""), ("quorum", "shop")])
+@in_turn("queue_type, exchange", ("classic", ""), ("quorum", "shop"))
 def test_a_full_rejecting_queue_delays_only_its_own_messages(
     mortal_rabbitmq: PrivateRabbitMQ, mortal_url: str, queue_type: str, exchange: str
 ) -> None:
@@ -153,7 +153,7 @@ def test_a_full_rejecting_queue_delays_only_its_own_messages(
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("known_by", ["a worker", "the setting"])
+@in_turn("known_by", ("a worker",), ("the setting",))
 def test_a_queue_that_rejects_by_policy_delays_only_its_own_messages(
     mortal_rabbitmq: PrivateRabbitMQ, mortal_url: str, known_by: str
 ) -> None:
@@ -199,6 +199,7 @@ def assert_a_worker_finds_the_full_queue(connection: Any) -> None:
     assert named() == part.divert() == []
 
 
+@on_one_version
 def test_messages_for_a_deleted_queue_are_parked_while_others_are_on_time(
     rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str
 ) -> None:
@@ -229,6 +230,7 @@ def topology_of(**settings: Any) -> Topology:
     return Topology(DelaySettings.from_mapping(SETTINGS | settings))
 
 
+@on_one_version
 def test_two_namespaces_on_one_virtual_host_are_separate(
     rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str
 ) -> None:
@@ -289,6 +291,7 @@ def test_two_namespaces_on_one_virtual_host_are_separate(
     assert len(by_side[0]) == len(by_side[1]) == len(TOPOLOGY.level_queues) + 1
 
 
+@on_one_version
 def test_two_settings_of_one_namespace_deliver_side_by_side(vhost_url: str) -> None:
     """The two share one parking queue."""
     with delaying(vhost_url, levels=8) as old, delaying(vhost_url, levels=9) as new:

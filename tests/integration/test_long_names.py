@@ -17,6 +17,7 @@ from kombu import Connection
 from celery_native_delay import CannotDelay
 from celery_native_delay.testing import PrivateRabbitMQ
 from celery_native_delay.transports.rabbitmq.parking import rescue
+from tests.brokers import on_one_version
 from tests.integration.traffic import (
     Inbox,
     bind,
@@ -51,6 +52,7 @@ names = pytest.mark.parametrize(
 )
 
 
+@on_one_version
 @pytest.mark.parametrize(
     ("long_url", "name"),
     [
@@ -82,6 +84,7 @@ def test_a_name_that_the_broker_cannot_quote_is_refused_for_delays_only(
         assert connection.connection is connected
 
 
+@on_one_version
 def test_a_refused_name_does_not_stop_the_delays_of_others(vhost_url: str) -> None:
     """A missing queue, too, whose refusal would close the connection."""
     with delaying(vhost_url) as connection:
@@ -126,6 +129,7 @@ def test_delayed_messages_arrive_at_queues_and_exchanges_of_any_name(
                     admin.default_channel.exchange_delete(exchange)
 
 
+@on_one_version
 @names
 def test_a_message_is_parked_until_its_long_named_queue_exists(long_url: str, name: str) -> None:
     with delaying(long_url) as producer:
@@ -138,6 +142,7 @@ def test_a_message_is_parked_until_its_long_named_queue_exists(long_url: str, na
             assert bodies(Inbox(stranger).consume([name]).wait_for(1)) == ["later"]
 
 
+@on_one_version
 @names
 def test_a_message_parked_from_a_queues_landing_queue_returns_to_it(
     long_url: str, name: str
@@ -154,6 +159,7 @@ def test_a_message_parked_from_a_queues_landing_queue_returns_to_it(
         assert bodies(Inbox(connection).consume([name]).wait_for(1)) == ["later"]
 
 
+@on_one_version
 @names
 def test_a_producer_with_write_permission_only_delays_messages(
     rabbitmq: PrivateRabbitMQ, long_url: str, name: str

@@ -31,6 +31,7 @@ from celery_native_delay.transports.rabbitmq.parking import rescue
 from celery_native_delay.transports.rabbitmq.topology import is_delay_name
 from celery_native_delay.transports.rabbitmq.worker_part import RabbitMQWorkerPart
 from celery_native_delay.transports.rabbitmq.wrapping import DEATH_HEADERS
+from tests.brokers import in_turn
 from tests.integration.test_parity import MORE_EXAMPLES, PAST
 from tests.integration.traffic import (
     SETTINGS,
@@ -362,7 +363,7 @@ def site_of(url: str, worker_url: str, store: str, *, consumer: str) -> Iterator
 
 @pytest.mark.ci
 @pytest.mark.timeout(600 if not MORE_EXAMPLES else 0)
-@pytest.mark.parametrize("consumer", ["installed", "plain"])
+@in_turn("consumer", ("installed",), ("plain",))
 def test_on_every_path_a_message_arrives_as_without_its_delay(
     rabbitmq: PrivateRabbitMQ,
     vhost_url: str,

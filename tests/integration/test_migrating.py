@@ -232,6 +232,7 @@ def test_a_message_without_destination_stays_and_is_reported(app: Celery, vhost_
 # ---- earlier levels of ours --------------------------------------------------------------------
 
 
+@on_one_version
 def test_messages_in_levels_of_another_namespace_stay_unchanged(
     app: Celery, vhost_url: str, settings: dict[str, Any]
 ) -> None:
@@ -607,6 +608,7 @@ def killed_in_the_middle(app: Celery, *names: str) -> None:
             )
 
 
+@on_one_version
 @pytest.mark.parametrize("stored", [False, True], ids=["into the broker", "into a store"])
 def test_a_message_in_both_places_is_recognised_or_reported_as_doubtful(
     vhost_url: str, settings: dict[str, Any], store_redis: PrivateRedis, stored: bool

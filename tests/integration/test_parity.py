@@ -54,7 +54,7 @@ from tests.traffic import eta_in, publish
 TOPOLOGY = Topology(DelaySettings.from_mapping(SETTINGS | {"fused_bits": 4}))
 
 MORE_EXAMPLES = int(os.environ.get("NATIVE_DELAY_PARITY_EXAMPLES", "0"))
-EXAMPLES = 40 if IN_CI else 15
+EXAMPLES = 20 if IN_CI else 12
 
 #: The exchanges that a new virtual host has.
 BUILT_IN = {

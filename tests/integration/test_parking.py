@@ -19,6 +19,7 @@ from celery_native_delay.testing import PrivateRabbitMQ
 from celery_native_delay.transports.interface import WorkerPart
 from celery_native_delay.transports.rabbitmq import parking
 from celery_native_delay.transports.rabbitmq.parking import Rescue, count, peek, rescue
+from tests.brokers import on_one_version
 from tests.integration.traffic import (
     TOPOLOGY,
     Inbox,
@@ -80,6 +81,7 @@ def park_early(connection: Any, body: Any, *, queue: str, delay: float) -> str:
 # ---- rescue ----------------------------------------------------------------------------------
 
 
+@on_one_version
 def test_rescue_without_parked_messages_does_nothing(vhost_url: str) -> None:
     """Also on a virtual host without delay levels."""
     with delaying(vhost_url) as connection:
@@ -132,6 +134,7 @@ def test_a_due_message_is_published_to_its_exchange(connection: Any, vhost_url: 
     assert arrival.waited
 
 
+@on_one_version
 @pytest.mark.ci
 @pytest.mark.parametrize("consumer", ["plain", "installed"])
 def test_a_cancelled_message_stays_cancelled(
@@ -157,6 +160,7 @@ def test_a_cancelled_message_stays_cancelled(
         assert seen.headers["expires"] == headers["expires"]
 
 
+@on_one_version
 def test_a_message_due_beyond_the_levels_stays_parked(connection: Any) -> None:
     """In the levels it would reach a plain consumer too early."""
     longest = TOPOLOGY.max_units * TOPOLOGY.resolution_ms / 1000
@@ -169,6 +173,7 @@ def test_a_message_due_beyond_the_levels_stays_parked(connection: Any) -> None:
     assert parked_count(connection) == 1
 
 
+@on_one_version
 def test_early_messages_return_to_levels_that_rescue_declares_again(
     connection: Any, vhost_url: str
 ) -> None:
@@ -185,6 +190,7 @@ def test_early_messages_return_to_levels_that_rescue_declares_again(
     assert arrival.message.headers.keys() == {"eta"}
 
 
+@on_one_version
 def test_expired_messages_are_dropped(connection: Any) -> None:
     declare_queue(connection, "last")
     park(connection, "stale", "orders", expiration=0.2)
@@ -197,6 +203,7 @@ def test_expired_messages_are_dropped(connection: Any) -> None:
     assert bodies(Inbox(connection).consume(["orders"]).wait_for(1)) == ["fresh"]
 
 
+@on_one_version
 def test_an_expired_task_with_a_key_is_delivered_to_free_its_key(connection: Any) -> None:
     """Neither RabbitMQ nor the rescue drops it: a worker drops it, and frees the key."""
     headers = {"task": "t", KEY: {"v": 1, "kind": "unique", "key": "a", "until": "end"}}
@@ -212,6 +219,7 @@ def test_an_expired_task_with_a_key_is_delivered_to_free_its_key(connection: Any
         assert arrival.message.native_delay.expires_ms < time() * 1000
 
 
+@on_one_version
 def test_foreign_messages_stay_parked(connection: Any) -> None:
     """Messages that somebody else published to the parking queue are not deleted."""
     declare_queue(connection, "orders")
@@ -234,6 +242,7 @@ def test_foreign_messages_stay_parked(connection: Any) -> None:
     connection.default_channel.queue_delete("orders")
 
 
+@on_one_version
 def test_messages_of_a_deleted_exchange_stay_parked(connection: Any, vhost_url: str) -> None:
     declare_exchange(connection, "shop", "direct")
     declare_queue(connection, "orders")
@@ -258,6 +267,7 @@ def test_messages_of_a_deleted_exchange_stay_parked(connection: Any, vhost_url: 
 # ---- one rescue at a time, and its limits ----------------------------------------------------
 
 
+@on_one_version
 def test_two_copies_of_one_delivery_are_both_kept(
     connection: Any, rabbitmq: PrivateRabbitMQ, vhost: str
 ) -> None:
@@ -277,6 +287,7 @@ def test_two_copies_of_one_delivery_are_both_kept(
     assert_nothing_held(rabbitmq, vhost)
 
 
+@on_one_version
 def test_a_rescue_delivers_once_what_a_full_queue_takes(connection: Any) -> None:
     """The queue refuses the others, which stay parked; the next rescue repeats none."""
     for number in range(3):
@@ -292,6 +303,7 @@ def test_a_rescue_delivers_once_what_a_full_queue_takes(connection: Any) -> None
     assert sorted(bodies(letters.wait_for(3))) == [0, 1, 2]
 
 
+@on_one_version
 def test_one_rescue_runs_at_a_time(connection: Any, vhost_url: str) -> None:
     park(connection, "hello", "nobody")
     wait_parked(connection, 1)
@@ -308,6 +320,7 @@ def test_one_rescue_runs_at_a_time(connection: Any, vhost_url: str) -> None:
     assert rescued(connection) == Rescue(still_parked=1)
 
 
+@on_one_version
 def test_a_round_publishes_few_messages_again_that_nobody_wants(
     connection: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -323,6 +336,7 @@ def test_a_round_publishes_few_messages_again_that_nobody_wants(
     assert rescued(connection) == Rescue(delivered=5)
 
 
+@on_one_version
 def test_all_workers_pause_after_a_round_that_left_messages_parked(
     connection: Any, vhost_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -349,6 +363,7 @@ def part_of(connection: Any) -> WorkerPart:
     return part
 
 
+@on_one_version
 def test_peek_leaves_the_order_of_messages(
     connection: Any, rabbitmq: PrivateRabbitMQ, vhost: str
 ) -> None:
@@ -373,6 +388,7 @@ def test_peek_leaves_the_order_of_messages(
     assert rescued(connection) == Rescue(delivered=5, still_parked=1)
 
 
+@on_one_version
 def test_a_rescue_of_limited_size_leaves_the_rest(
     connection: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,6 +77,7 @@ def assert_on_time(arrival: Arrival) -> None:
 # ---- declarations ----------------------------------------------------------------------------
 
 
+@on_one_version
 def test_a_producer_declares_the_levels_on_an_empty_virtual_host(vhost_url: str) -> None:
     with delaying(vhost_url) as connection:
         declare_queue(connection, "orders")
@@ -243,6 +244,7 @@ def test_a_message_that_becomes_due_during_a_retry_is_confirmed(
     assert isinstance(raised.value.__cause__, MessageNacked)
 
 
+@on_one_version
 def test_deleted_levels_are_declared_again_by_the_next_publish(
     connection: Any, vhost_url: str, rabbitmq: PrivateRabbitMQ
 ) -> None:
@@ -310,6 +312,7 @@ def refused(connection: Any, error: type[Exception], match: str, **options: Any)
     channel.queue_purge("orders")
 
 
+@on_one_version
 def test_refused_publishes_leave_the_channel_open(connection: Any) -> None:
     declare_queue(connection, "orders")
     refused(connection, NotFound, "nowhere", exchange="nowhere")
@@ -427,6 +430,7 @@ def test_an_unbound_queue_gets_no_delayed_messages(
     assert parked_count(connection) == 0
 
 
+@on_one_version
 def test_an_auto_delete_queue_gets_its_messages_after_its_consumer_restarted(
     connection: Any, vhost_url: str
 ) -> None:
@@ -487,6 +491,7 @@ def test_a_queue_with_reject_publish_gets_each_message_once(
     assert came[-1] == "last"
 
 
+@on_one_version
 @pytest.mark.parametrize("delete", ["by hand", "through us"])
 def test_a_queue_declared_again_without_reject_publish_gets_each_message_once(
     connection: Any, vhost_url: str, delete: str
@@ -593,6 +598,7 @@ def test_a_task_put_back_twice_has_one_delivery_id(connection: Any, vhost_url: s
     assert len({arrival.message.native_delay.delivery_id for arrival in came}) == 1
 
 
+@on_one_version
 def test_a_batch_put_back_tells_which_message_the_broker_did_not_take(
     connection: Any, vhost_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

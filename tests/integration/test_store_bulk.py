@@ -18,6 +18,7 @@ from celery_native_delay.bulk import bulk
 from celery_native_delay.store.entry import StoreEntry
 from celery_native_delay.store.interface import Store
 from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis
+from tests.brokers import on_one_version
 from tests.conformance.brokers import Broker, options_of, running_broker, settings_of
 
 
@@ -146,6 +147,7 @@ def test_arguments_that_celery_converts_arrive_converted(
     app.close()
 
 
+@on_one_version
 def test_only_named_tasks_are_stored(
     rabbitmq: PrivateRabbitMQ, vhost_url: str, store_redis: PrivateRedis
 ) -> None:

@@ -579,6 +579,7 @@ def test_a_process_that_starts_while_the_broker_is_away_sends_and_looks(
     assert sorted(sent(app)) == ["order-2", "order-3"]
 
 
+@on_one_version
 @pytest.mark.rabbitmq
 def test_a_worker_publishes_the_tasks_of_a_process_that_died_after_its_commit(
     app: Celery, atomic: Any, monkeypatch: pytest.MonkeyPatch

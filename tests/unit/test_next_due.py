@@ -7,7 +7,7 @@ from zoneinfo import ZoneInfo, available_timezones
 
 import pytest
 from celery.schedules import crontab, schedule
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from celery_native_delay.schedules.next_due import next_due
@@ -150,6 +150,7 @@ def fits(of: crontab, wall: datetime) -> bool:
 EVES = ["2026-03-28", "2026-10-24", "2026-04-04", "2026-03-07", "2026-10-31", "2011-12-28"]
 
 
+@settings(max_examples=30)
 @given(crontabs(), st.sampled_from(ZONES), st.sampled_from(EVES), st.integers(0, 1439))
 def test_it_finds_what_a_scan_of_every_minute_finds(
     of: crontab, name: str, eve: str, minute: int
