@@ -221,12 +221,8 @@ def test_a_one_off_entry_that_is_armed_again_runs_again_however_soon(
         f"p = PeriodicTask.objects.get(name='once')\n{each}\nschedules.publish()\nrun()\n"
         for each in ARMED_AGAIN.values()
     )
-    assert (
-        quiet_site.run(
-            f"{began}{again}print(schedules._known('once').runs); PeriodicTask.objects.all().delete()"
-        )
-        == "4"
-    )
+    end = "print(schedules._known('once').runs); PeriodicTask.objects.all().delete()"
+    assert quiet_site.run(f"{began}{again}{end}") == "4"
 
 
 def test_the_note_of_a_run_writes_no_column_that_an_admin_may_change(site: Site) -> None:

@@ -30,6 +30,7 @@ from celery_native_delay import (
 )
 from celery_native_delay.clock import Clock, StillWaiting
 from celery_native_delay.clock import clock as clock_module
+from celery_native_delay.worker import in_time
 
 pytest_plugins = ["pytester"]
 
@@ -168,6 +169,18 @@ def test_rate_limits_hold_on_the_clock(app: Celery, ran: list[Any]) -> None:
     gaps = [second - first for first, second in pairwise(starts)]
     assert all(timedelta(minutes=30) <= gap < timedelta(minutes=31) for gap in gaps)
     assert len(gaps) == 3
+
+
+def test_a_slow_machine_changes_no_start_on_the_clock(
+    app: Celery, ran: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker would let the task wait for five seconds, until its store answers."""
+    monkeypatch.setattr(in_time._within, "seconds", 0)
+    install(app, rates={"tell_time": "1/m"})
+    with Clock(app) as clock:
+        send(app, "tell_time")
+        clock.advance()
+    assert len(ran) == 1
 
 
 def test_concurrent_tasks_give_their_locks_back_on_the_clock(app: Celery, ran: list[Any]) -> None:
