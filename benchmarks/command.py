@@ -16,7 +16,6 @@ from matplotlib.figure import Figure
 
 from benchmarks import (
     bulk,
-    declare,
     holds,
     keys,
     lateness,
@@ -54,7 +53,6 @@ SCENARIOS: dict[str, Scenario] = {
     "lateness": lateness,
     "throughput": throughput,
     "worker-cost": worker_cost,
-    "declare": declare,
     "steady": steady,
     "redis-store": redis_store,
     "store": store,
