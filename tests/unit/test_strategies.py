@@ -294,6 +294,19 @@ def test_a_gate_that_has_not_decided_is_asked_again(worker: Worker, waited: Any)
     assert len(gate.arrivals) == 2
 
 
+@pytest.mark.parametrize("from_here", [False, True])
+def test_gates_that_let_a_task_pass_are_asked_again_unless_the_ruling_says_no(
+    worker: Worker, from_here: bool
+) -> None:
+    passed: list[Arrival] = []
+    rulings = [AskAgain(0.5, from_here=from_here)]
+    worker.gate(passed.append)  # type: ignore[arg-type]
+    worker.gate(lambda _: rulings.pop() if rulings else None)
+    worker.receives(waited={})
+    worker.clock.advance(seconds=1)
+    assert (len(passed), worker.ran) == (1 if from_here else 2, [(0.5, None)])
+
+
 def test_no_gate_is_asked_again_whose_connection_is_gone(worker: Worker) -> None:
     worker.gate(gate := Asking())
     worker.receives(waited={})
