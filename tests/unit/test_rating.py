@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,8 +45,10 @@ class Shop:
     def seconds(self) -> float:
         return round((self.clock.now - self.began).total_seconds(), 2)
 
-    def call(self, *args: Any, name: str = "call_api") -> None:
-        self.app.send_task(name, args)
+    def call(self, *args: Any, name: str = "call_api", place: int | None = None) -> None:
+        """Send a task, which may have a place in ada's queue, to the worker."""
+        kept = {} if place is None else {PLACE: json.dumps({"call_api\nada": place})}
+        self.app.send_task(name, args, headers=kept)
         self.clock.advance()
 
     def prefetched_beside(self) -> int:
@@ -241,6 +244,27 @@ def test_in_a_worker_only_the_first_task_of_a_queue_asks(shop: Shop) -> None:
     assert [number for *_, number in shop.ran] == [*range(10)]
     assert new == 10
     assert len(shop.asked) <= new + 2 * 9
+
+
+def test_a_task_far_behind_the_first_of_its_queue_goes_back_to_the_broker(shop: Shop) -> None:
+    """Else a worker whose queue is late would keep all tasks that are late."""
+    for number in range(2):
+        shop.call("ada", number)
+    shop.call("ada", 180, place=180)
+    assert Delay(shop.app).count() == 1
+    shop.clock.run_all()
+    assert [number for *_, number in shop.ran] == [0, 1, 180]
+
+
+@pytest.mark.parametrize("rates", [Rate("100/s", key="tenant")], indirect=True)
+def test_tasks_start_in_the_order_of_their_places_whichever_comes_first(shop: Shop) -> None:
+    for number in range(2):
+        shop.call("ada", number)
+    for place in (4, 3, 2):
+        shop.call("ada", place, place=place)
+    assert Delay(shop.app).count() == 0
+    shop.clock.run_all()
+    assert [number for *_, number in shop.ran] == [0, 1, 2, 3, 4]
 
 
 SEVERAL = [Rate("10/s", key="tenant"), Rate("36000/h", name="all")]
