@@ -16,6 +16,7 @@ from celery_native_delay.clock import Clock
 from celery_native_delay.clock.inline_worker import InlinePool
 from celery_native_delay.due_time import due_us
 from celery_native_delay.rates.in_records import RecordedLines
+from celery_native_delay.rates.line import Turn
 from celery_native_delay.records.waiting import PLACE
 from celery_native_delay.worker import rating
 from celery_native_delay.worker.rating import Rated
@@ -188,23 +189,26 @@ def test_without_a_free_process_tasks_wait_before_the_gate_in_their_order(
     for tenant in ("ada", "bob"):
         shop.call(tenant)
     shop.call("behind", name="other")
-    shop.clock.advance(seconds=0.5)
+    shop.clock.advance(seconds=0.05)
     assert shop.ran == [(0, "other")]
     assert shop.prefetched_beside() == 0
     assert shop.asked == [("call_api\nada", None), ("call_api\nbob", None)]
     state.reserved_requests.discard(busy[0])
-    shop.clock.advance(seconds=0.5)
+    shop.clock.advance(seconds=0.05)
     assert [args[0] for _, *args in shop.ran] == ["other", "ada", "bob", "behind"]
 
 
-def test_a_task_that_asks_no_more_blocks_no_other(shop: Shop, busy: list[Any]) -> None:
+def test_a_task_that_asks_no_more_blocks_no_other(
+    shop: Shop, busy: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its connection was lost, and the broker delivers it again."""
+    monkeypatch.setattr(rating, "_FORGOTTEN_US", 20_000)
     shop.rated._for_process["of a lost connection"] = due_us(shop.began)
     shop.call("ada")
     state.reserved_requests.discard(busy[0])
-    shop.clock.advance(seconds=0.9)
+    shop.clock.advance(seconds=0.015)
     assert shop.ran == []
-    shop.clock.advance(seconds=0.2)
+    shop.clock.advance(seconds=0.01)
     assert len(shop.ran) == 1
 
 
@@ -225,7 +229,7 @@ def test_tasks_behind_one_before_the_gate_count_as_prefetched(shop: Shop, busy: 
     """Otherwise a worker would take a whole queue while its processes are busy."""
     for number in range(3):
         shop.call("ada", number)
-    shop.clock.advance(seconds=1)
+    shop.clock.advance(seconds=0.05)
     assert (shop.ran, shop.prefetched_beside()) == ([], 0)
     state.reserved_requests.discard(busy[0])
     shop.clock.run_all()
@@ -246,14 +250,19 @@ def test_in_a_worker_only_the_first_task_of_a_queue_asks(shop: Shop) -> None:
     assert len(shop.asked) <= new + 2 * 9
 
 
-def test_a_task_far_behind_the_first_of_its_queue_goes_back_to_the_broker(shop: Shop) -> None:
+@pytest.mark.parametrize("rates", [Rate("2/s")], indirect=True)
+def test_a_task_far_behind_the_first_of_its_queue_goes_back_to_the_broker(
+    shop: Shop, busy: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else a worker whose queue is late would keep all tasks that are late."""
+    shop.rated.come_back_late_us = 100_000
     for number in range(2):
         shop.call("ada", number)
-    shop.call("ada", 180, place=180)
-    assert Delay(shop.app).count() == 1
-    shop.clock.run_all()
-    assert [number for *_, number in shop.ran] == [0, 1, 180]
+    late = Turn(17_000_000, 1)
+    monkeypatch.setattr(RecordedLines, "ask", lambda *_, **__: late)
+    shop.clock.advance(seconds=0.45)
+    (task,) = Delay(shop.app).ls()
+    assert task.due_us / 1e6 - shop.began.timestamp() > 17
 
 
 @pytest.mark.parametrize("rates", [Rate("100/s", key="tenant")], indirect=True)
