@@ -159,16 +159,20 @@ def test_cancelling_a_throttled_task_frees_its_key_and_terminating_it_does_not(s
     def does(task: Any) -> None:
         known = shop.record(name)
         assert known is not None
+        if len(shop.ran) == 1:
+            return
         assert known.id == task.request.id
         module.revoked(task, request=task.request, terminated=True)
         assert shop.record(name) == known
         module.revoked(task, request=task.request)
-        assert shop.record(name) == Record(window_us=known.window_us, opener=known.opener)
+        assert shop.record(name) is None
 
     shop.does = does
-    Delay(shop.app).throttle(shop.app.signature("sync"), key="42", seconds=60, edge="trailing")
+    for _ in range(2):
+        Delay(shop.app).throttle(shop.app.signature("sync"), key="42", seconds=60, edge="both")
+        shop.clock.advance()
     shop.clock.run_all()
-    assert shop.ran == [60]
+    assert shop.ran == [0, 60]
 
 
 def test_a_message_that_expired_in_the_broker_frees_its_key(shop: Shop) -> None:
