@@ -87,7 +87,7 @@ class Worker:
             message = self.plain.amqp.task_protocols[protocol]("1", name)
             is_old = protocol == 1
             body = message.body | own if is_old else message.body
-            headers = {} if is_old else message.headers | own | headers
+            headers = headers if is_old else message.headers | own | headers
             producer = self.plain.amqp.Producer(connection)
             producer.publish(body, routing_key="side", headers=headers, serializer="json")
         self.clock.advance()
@@ -151,6 +151,7 @@ def full(monkeypatch: pytest.MonkeyPatch) -> None:
         (60, None, 1, 60),
         (-60, {}, 2, 0),
         (1, {}, 2, 0),  # the clocks of producer and worker may differ
+        (1, {}, 1, 0),
         (1.5, {}, 2, 1.5),
     ],
 )
@@ -291,6 +292,7 @@ def test_a_gate_that_has_not_decided_is_asked_again(worker: Worker, waited: Any)
     assert worker.ran == []
     worker.clock.advance(seconds=1)
     assert worker.ran == [(0.5, worker.at(-1))]
+    assert arrival.message.headers["eta"] == worker.at(-1)
     assert len(gate.arrivals) == 2
 
 
