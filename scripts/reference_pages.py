@@ -113,6 +113,7 @@ def _rows(path: str, options: str) -> Iterator[str]:
             named = not members[1].strip() or member in members[1].replace(",", " ").split()
             if (
                 named
+                and next(each for each in bases if member in vars(each)) is base
                 and not member.startswith("_")
                 and inspect.getdoc(told)
                 and not _is_plain(told)
