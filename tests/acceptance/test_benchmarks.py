@@ -44,3 +44,15 @@ def test_scenarios_write_tables_and_pictures(tmp_path: Path) -> None:
     table = (tmp_path / "results.md").read_text()
     assert "| ours, countdown=60 |" in table
     assert "Targets" in run.stdout
+
+
+@on_one_version
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("rabbitmq_version")
+def test_a_drill_loses_no_held_task_runs_none_twice_and_keeps_the_rate(tmp_path: Path) -> None:
+    installed(require_redis)
+    command = [sys.executable, "-m", "benchmarks", "--only=holds", "--scale=0.01"]
+    subprocess.run([*command, "--out", str(tmp_path)], cwd=REPOSITORY, check=True, timeout=580)
+    drill = json.loads((tmp_path / "results.json").read_text())["scenarios"]["holds"]
+    assert len(drill["targets"]) == 6
+    assert all(target["measured"] <= target["limit"] for target in drill["targets"])

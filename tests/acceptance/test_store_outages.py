@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from celery_native_delay import Delay, StoreUnavailable
+from celery_native_delay import Debounce, Delay, StoreUnavailable, install
 from celery_native_delay.records.waiting import RUN
 from celery_native_delay.store.interface import Store
 from celery_native_delay.store.opened import store_at
@@ -202,6 +202,66 @@ def test_after_a_cut_or_a_restart_each_publish_waits_and_can_be_cancelled(
     marker = later(fleet, 4, 2)
     fleet.record.wait_for(task_id=marker)
     assert {run.id for run in fleet.record.runs()} == {*kept, marker}
+
+
+#: What an operator or a producer asks for.
+CHANGES: dict[str, Callable[[Delay, str], Any]] = {
+    "reschedule": lambda delay, task_id: delay.reschedule(task_id, countdown=7200),
+    "move": lambda delay, task_id: delay.reschedule_all([task_id], by=7200),
+    "update": lambda delay, task_id: delay.update(task_id, args=[7], queue="celery"),
+    "add": lambda delay, _: delay.schedules().add("added", "note", "every 1 h", [1]),
+    "change": lambda delay, _: delay.schedules().change("there", schedule="every 2 h"),
+    "remove": lambda delay, _: delay.schedules().remove("there"),
+    "key": lambda delay, _: delay._app.tasks["call_api"].delay("ada"),
+    "hold": lambda delay, _: delay.hold("other"),
+    "show": lambda delay, task_id: delay.show(task_id),
+    "story": lambda delay, task_id: delay.story(task_id),
+}
+
+
+def state_of(delay: Delay) -> dict[str, Any]:
+    entries = {each.name: (each.schedule, each.is_paused) for each in delay.schedules()}
+    tasks = sorted((task.name, task.args, task.due_us) for task in delay.ls())
+    return {"entries": entries, "tasks": tasks, "holds": [hold.name for hold in delay.holds()]}
+
+
+@on_one_version
+@pytest.mark.ci
+def test_each_change_ends_in_time_while_the_store_hangs_does_nothing_by_halves_and_works_later(
+    vhost_url: str, place: Place, tmp_path: Path
+) -> None:
+    """Also after a cut of all connections, and a restart."""
+    conf = {"native_delay_store": place.url, "native_delay_store_timeout_seconds": 2}
+    conf |= {"native_delay_schedules": True}
+    with fleet_on(vhost_url, tmp_path, **conf) as fleet:
+        app = fleet.app()
+        install(app, keys={"call_api": Debounce("tenant", seconds=3600)})
+        delay = Delay(app)
+        delay.schedules().add("there", "note", "every 1 h", [0])
+        task_id = later(fleet, 0, 3600)
+        before = state_of(delay)
+        with place.hung():
+            for name, change in CHANGES.items():
+                began = monotonic()
+                with pytest.raises(StoreUnavailable):
+                    change(delay, task_id)
+                assert monotonic() - began < PATIENCE_SECONDS, name
+        assert wait_until(lambda: answered(lambda: state_of(delay))) == before
+        place.cut_idle()
+        wait_until(lambda: answered(lambda: bool(delay.show(task_id))))
+        place.restart()
+        assert wait_until(lambda: answered(lambda: state_of(delay))) == before
+        for name, change in CHANGES.items():
+            change(delay, task_id)
+            after = state_of(delay)
+            assert (after != before) is (name not in ("show", "story")), name
+            before = after
+
+
+def answered(call: Callable[[], Any]) -> Any:
+    with suppress(StoreUnavailable):
+        return call()
+    return None
 
 
 def published(fleet: Fleet, number: int) -> str | None:
