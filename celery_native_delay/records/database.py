@@ -67,7 +67,7 @@ def parsed(url: str) -> URL:
         ) from error
 
 
-def engine_of(url: str, *, setting: str = "native_delay_store") -> Engine:
+def engine_of(url: str) -> Engine:
     """Make a SQLAlchemy engine for *url*. Raises SettingsError if the driver is missing."""
     place = parsed(url).difference_update_query(["native_delay_prefix"])
     try:
@@ -77,7 +77,7 @@ def engine_of(url: str, *, setting: str = "native_delay_store") -> Engine:
             engine = create_engine(place, pool_pre_ping=True, **_of_servers(place))
     except (exc.ArgumentError, ImportError) as error:
         raise SettingsError(
-            f"{setting} {without_password(url)!r} cannot be used: {error}"
+            f"native_delay_store {without_password(url)!r} cannot be used: {error}"
         ) from error
     return naming_tables(engine, table_prefix_of(url) or TABLE_PREFIX)
 
@@ -219,11 +219,11 @@ class Database(ABC):
 
     tables: MetaData
 
-    def __init__(self, url: str, *, setting: str, engine: Engine | None = None) -> None:
+    def __init__(self, url: str, engine: Engine | None = None) -> None:
         self.url = url
         self.where = without_password(url)
         self.table_prefix = table_prefix_of(url) or TABLE_PREFIX
-        self.engine = engine or engine_of(url, setting=setting)
+        self.engine = engine or engine_of(url)
         #: True once the tables were created or found.
         self.is_ready = False
 

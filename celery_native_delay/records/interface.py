@@ -146,7 +146,3 @@ class Records(ABC):
     @abstractmethod
     def clear(self) -> int:
         """Delete everything that is stored for this app's namespace; return the number of items."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Close the connections to the Redis or database. The next call opens new connections."""

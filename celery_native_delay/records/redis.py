@@ -192,9 +192,6 @@ class RedisRecords(Records):
         )
         return bool(done)
 
-    def close(self) -> None:
-        """Do nothing: the messages have the same connection."""
-
 
 def redis_client(url: str, *, timeout_seconds: float = ANSWER_SECONDS) -> Any:
     """Make a redis-py client without retries.

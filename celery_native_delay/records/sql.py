@@ -12,7 +12,6 @@ from sqlalchemy import (
     BigInteger,
     Column,
     Connection,
-    Engine,
     MetaData,
     String,
     Table,
@@ -87,13 +86,12 @@ class _AnotherWasFirst(Exception):
     """Another transaction has inserted the row of a state."""
 
 
-class SqlRecords(Database, Records):
+class SqlRecords(Records):
     """The state about waiting tasks in a database."""
 
-    tables = METADATA
-
-    def __init__(self, url: str, owner: str, *, engine: Engine | None = None) -> None:
-        super().__init__(url, setting="native_delay_store", engine=engine)
+    def __init__(self, database: Database, owner: str) -> None:
+        self.where = database.where
+        self.do, self.look_up = database.do, database.look_up
         self.owner = owner if len(owner) <= 64 else digest_of(owner)
 
     # --- records -------------------------------------------------------------------------
@@ -214,9 +212,6 @@ class SqlRecords(Database, Records):
             return at_us, [(name, text) for name, text in connection.execute(asked)]
 
         return self.look_up(found)
-
-    def close(self) -> None:
-        self.engine.dispose()
 
     def _snapshot(
         self, connection: Connection, row: tuple[str, int] | None, *, locked: bool = False

@@ -151,7 +151,7 @@ class SqlStore(Database, Store):
         self, url: str, namespace: str, *, timeout_seconds: float, engine: Engine | None = None
     ) -> None:
         Store.__init__(self)
-        super().__init__(url, setting="native_delay_store", engine=engine)
+        super().__init__(url, engine)
         self.tables = schema(self.table_prefix)
         self._use(namespace)
         self.is_file = self.engine.dialect.name == "sqlite"
@@ -476,17 +476,8 @@ class SqlState(SqlRecords):
     """The state of keys, rates and schedules; a change of a key and its row is one transaction."""
 
     def __init__(self, store: SqlStore) -> None:
-        super().__init__(store.url, store.namespace, engine=store.engine)
+        super().__init__(store, store.namespace)
         self._store = store
-
-    def do(self, work: Callable[[Connection], T]) -> T:
-        return self._store.do(work)
-
-    def look_up(self, work: Callable[[Connection], T]) -> T:
-        return self._store.look_up(work)
-
-    def _unavailable(self, reason: str) -> NativeDelayError:
-        return self._store._unavailable(reason)
 
     def change(self, name: RecordName, decide: Decide[T], publish: Publish | None = None) -> T:
         due_us: int | None = None
