@@ -52,7 +52,7 @@ from tests.conformance.brokers import (
 )
 from tests.conformance.traffic import SETTINGS, attended
 from tests.traffic import Inbox
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_SECONDS, wait_until
 
 BROKERS = without("valkey")
 
@@ -356,30 +356,28 @@ def test_a_cancel_by_key_also_cancels_a_task_that_replaces_another_meanwhile(
     assert waiting_ids(delay, *(result.id for result in results)) == set()
 
 
-@pytest.mark.parametrize("kind", ["debounce", "throttle-trailing", "throttle"])
 def test_the_next_call_replaces_a_task_that_was_moved_to_later(
-    key: str, app: Celery, delay: Delay, reindex: Any, kind: str
+    key: str, app: Celery, delay: Delay, reindex: Any
 ) -> None:
     """Also after the task's original due time."""
+    calls = {
+        "debounce": delay.debounce,
+        "throttle": partial(delay.throttle, edge="both"),
+        "throttle-trailing": partial(delay.throttle, edge="trailing"),
+    }
+    calls["throttle"](reindex.s(0), key=key, seconds=1)
+    moved = {kind: call(reindex.s(1), key=key, seconds=1).id for kind, call in calls.items()}
+    for task_id in moved.values():
+        assert delay.reschedule(task_id, countdown=LONG)
 
-    def call(number: int) -> str:
-        if kind == "debounce":
-            return str(delay.debounce(reindex.s(number), key=key, seconds=1).id)
-        edge: Any = "trailing" if kind == "throttle-trailing" else "both"
-        return str(delay.throttle(reindex.s(number), key=key, seconds=1, edge=edge).id)
+    def are_past_due() -> bool:
+        found = [read(app, name_for(kind, key)) for kind in calls]
+        return all(seen.record is not None and seen.now_us > seen.record.due_us for seen in found)
 
-    if kind == "throttle":
-        call(0)
-    moved = call(1)
-    assert delay.reschedule(moved, countdown=LONG)
-
-    def is_past_due() -> bool:
-        seen = read(app, name_for(kind, key))
-        return seen.record is not None and seen.now_us > seen.record.due_us
-
-    wait_until(is_past_due)
-    last = call(2)
-    assert waiting_ids(delay, moved, last) <= {last}
+    wait_until(are_past_due)
+    for kind, call in calls.items():
+        last = call(reindex.s(2), key=key, seconds=1).id
+        assert waiting_ids(delay, moved[kind], last) <= {last}, kind
 
 
 SHIFTED = """
@@ -401,26 +399,25 @@ app.close()
 """
 
 
-@pytest.mark.parametrize("ahead_seconds", [-120, 3600])
-def test_a_producers_wrong_clock_changes_nothing(
-    key: str, app: Celery, jobs: Counting, ahead_seconds: float
-) -> None:
+def test_a_producers_wrong_clock_changes_nothing(key: str, app: Celery, jobs: Counting) -> None:
     """The task is on time by the server's clock, and the replaced task does not run."""
     url, settings = app.conf.broker_url, settings_of(app.conf.broker_url)
     if needs_store(url):
         settings = {"store": app._native_delay.settings().store}
     if "sqlite" in f"{url}{settings}":
         pytest.skip("SQLite has the clock of whoever asks")
-    given = json.dumps([url, options_of(url), SETTINGS | settings, TASK, key])
-    subprocess.run([sys.executable, "-c", SHIFTED, str(ahead_seconds), given], check=True)
-    # On SQS, tasks of an earlier test may arrive, too.
-    jobs.receive_until(lambda: any(number in (1000, 1001) for number in jobs.args))
-    (arrival,) = (each for each in jobs.arrivals if each.body[0][0] in (1000, 1001))
-    assert arrival.body[0][0] == 1001
-    seen = read(app, name_for("debounce", key))
-    assert seen.record is not None
-    # A busy machine alone makes no task so late.
-    assert -0.1 <= arrival.at - seen.record.due_us / 1e6 < 60
+    producers = []
+    for ahead_seconds in ("-120", "3600"):
+        given = [url, options_of(url), SETTINGS | settings, TASK, f"{key}{ahead_seconds}"]
+        command = [sys.executable, "-c", SHIFTED, ahead_seconds, json.dumps(given)]
+        producers.append(subprocess.Popen(command))
+    assert [producer.wait(PATIENCE_SECONDS) for producer in producers] == [0, 0]
+    assert [arrival.body[0][0] for arrival in jobs.wait_for(2)] == [1001, 1001]
+    for arrival in jobs.arrivals:
+        seen = read(app, name_for("debounce", arrival.message.headers[HEADER]["key"]))
+        assert seen.record is not None
+        # A busy machine alone makes no task so late.
+        assert -0.1 <= arrival.at - seen.record.due_us / 1e6 < 60
 
 
 def test_a_debounced_task_keeps_its_key_while_a_worker_lets_it_wait(
@@ -560,23 +557,25 @@ def test_throttle_on_the_trailing_edge_runs_the_last_call(
 # ---- unique -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("until", ["start", "end"])
 def test_a_unique_task_is_the_answer_while_it_waits_and_in_its_queue(
-    key: str, delay: Delay, reindex: Any, jobs: Counting, until: Any
+    key: str, delay: Delay, reindex: Any, jobs: Counting
 ) -> None:
-    def call(number: int) -> KeyedResult:
-        return delay.unique(reindex.s(number), key=key, countdown=2, until=until)
+    def call(number: int, until: Any) -> KeyedResult:
+        return delay.unique(reindex.s(number), key=f"{key}-{until}", countdown=2, until=until)
 
-    results = at_once(call)
-    ids = [result.id for result in results]
-    assert len(set(ids)) == 1
-    assert [result.created for result in results].count(True) == 1
-    assert waiting_ids(delay, *ids) == set(ids)
-    (arrival,) = jobs.wait_for(1)
-    mark = {"v": 1, "kind": "unique", "key": key, "until": until}
-    assert arrival.message.headers[HEADER] == mark
-    assert (call(9).id, call(9).created) == (ids[0], False)
-    assert delay.unique(reindex.s(1), key=f"{key}-other", countdown=LONG).id not in ids
+    ids: dict[str, str] = {}
+    for until in ("start", "end"):
+        results = at_once(partial(call, until=until))
+        (ids[until],) = {result.id for result in results}
+        assert [result.created for result in results].count(True) == 1
+        assert waiting_ids(delay, ids[until]) == {ids[until]}
+    marks = {arrival.message.headers["id"]: arrival.message.headers for arrival in jobs.wait_for(2)}
+    for until, task_id in ids.items():
+        mark = {"v": 1, "kind": "unique", "key": f"{key}-{until}", "until": until}
+        assert marks[task_id][HEADER] == mark
+        again = call(9, until)
+        assert (again.id, again.created) == (task_id, False)
+    assert delay.unique(reindex.s(1), key=f"{key}-other", countdown=LONG).id not in ids.values()
 
 
 def test_a_unique_task_without_countdown_is_published_at_once(
