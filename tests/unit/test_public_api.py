@@ -16,6 +16,8 @@ from typing import Any, cast
 
 import pytest
 
+from scripts.reference_pages import REFERENCE, WRITTEN
+
 GOLDEN = Path(__file__).parent / "golden"
 
 PUBLIC = ("", "bulk", "clock", "flower", "metrics", "spark", "testing")
@@ -27,6 +29,14 @@ def test_the_public_names_and_their_signatures(name: str) -> None:
     if name == "spark":
         pytest.importorskip("pyspark")
     assert "\n".join(described(name)) + "\n" == golden(name).read_text()
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_the_reference_has_the_docstrings_of_the_code(name: str) -> None:
+    """`python -m scripts.reference_pages` writes them."""
+    pytest.importorskip("pyspark")
+    page = (REFERENCE / name).read_text()
+    assert page == WRITTEN[name](page)
 
 
 def golden(name: str) -> Path:
