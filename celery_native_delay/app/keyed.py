@@ -24,7 +24,7 @@ from ..due_time import due_us
 from ..durations import duration
 from ..errors import CannotDelay, InvalidDueTime, described
 from ..keyed import rules
-from ..keyed.record import HEADER, Mark, name_of
+from ..keyed.record import CALLS, HEADER, Mark, name_of
 from ..keyed.records import KeyRecords, publish_under
 from ..keyed.rules import Seen, Step
 from ..now import time_ns
@@ -42,9 +42,6 @@ logger = get_logger(__name__)
 Edge: TypeAlias = Literal["leading", "trailing", "both"]
 Until: TypeAlias = Literal["start", "end"]
 KeyKind: TypeAlias = Literal["debounce", "throttle", "throttle-trailing", "unique"]
-
-#: The argument in which a task gets the calls that a debounce has collected.
-CALLS = "calls"
 
 #: A function of ``keyed/rules.py`` that takes a key's stored state and the new task's id.
 _Call: TypeAlias = Callable[[Seen, str], Step]
@@ -406,11 +403,14 @@ def _collected(app: Any, new: StoreEntry, replaced: Sequence[StoreEntry]) -> Sto
 
     def calls_of(entry: StoreEntry) -> list[Any]:
         args, kwargs, _ = arguments_of(app, entry)
-        return kwargs.get(CALLS) or [[args, kwargs]]  # it is of a time without collect
+        calls = kwargs.get(CALLS)
+        # Otherwise it is of a time without collect, and may have an argument of this name.
+        return calls if calls and isinstance(calls, list) else [[args, kwargs]]
 
-    args, kwargs, rest = arguments_of(app, new)
+    old = args, kwargs, rest = arguments_of(app, new)
     before = max(map(calls_of, replaced), key=len)  # each queue has a copy
-    return with_arguments(app, new, args, {**kwargs, CALLS: [*before, *kwargs[CALLS]]}, rest)
+    kwargs = {**kwargs, CALLS: [*before, *kwargs[CALLS]]}
+    return with_arguments(app, new, old, (args, kwargs, rest))
 
 
 #: States that a task can still leave. Celery's own revoke overwrites the same states.

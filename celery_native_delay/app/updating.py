@@ -17,6 +17,7 @@ from kombu.serialization import dumps, loads, prepare_accept_content, registry
 
 from ..due_time import due_us
 from ..errors import CannotDelay
+from ..keyed.record import CALLS, key_and_kind
 from ..now import moment, time_ns
 from ..store.entry import StoreEntry
 from .installation import ask_broker
@@ -62,12 +63,15 @@ def edit_of(
         if priority is not None:
             properties["priority"] = priority
         if args is not None or kwargs is not None:
-            old_args, old_kwargs, rest = arguments_of(app, entry)
+            old = old_args, old_kwargs, rest = arguments_of(app, entry)
             new_args = old_args if args is None else list(args)
             new_kwargs = old_kwargs if kwargs is None else dict(kwargs)
+            if CALLS in old_kwargs and key_and_kind(headers)[1] == "debounce":
+                new_kwargs = {CALLS: old_kwargs[CALLS], **new_kwargs}
             check_signature(app, str(headers["task"]), new_args, new_kwargs)
-            entry = with_arguments(app, entry, new_args, new_kwargs, rest)
-            headers |= {name: entry.headers[name] for name in ("argsrepr", "kwargsrepr")}
+            entry = with_arguments(app, entry, old, (new_args, new_kwargs, rest))
+            shown = ("argsrepr", "kwargsrepr")
+            headers |= {name: entry.headers[name] for name in shown if name in headers}
         if address is not None:
             entry = _readdressed(entry, properties, *address)
         return replace(entry, properties={**properties, "application_headers": headers})
@@ -114,8 +118,13 @@ def arguments_of(app: Celery, entry: StoreEntry) -> tuple[Any, Any, Any]:
     return args, kwargs, rest
 
 
-def with_arguments(app: Celery, entry: StoreEntry, *body: Any) -> StoreEntry:
-    """Return the entry with another *body*: args, kwargs and a third part. Raises CannotDelay."""
+def with_arguments(
+    app: Celery, entry: StoreEntry, old: tuple[Any, Any, Any], body: tuple[Any, Any, Any]
+) -> StoreEntry:
+    """Return the entry with another *body*: args, kwargs and a third part. Raises CannotDelay.
+
+    *old* is its body before. A text that hides the arguments (``argsrepr``) goes on hiding them.
+    """
     known, compression = entry.properties, entry.headers.get("compression")
     try:
         _, _, text = dumps(body, registry.type_to_name[known["content_type"]])
@@ -124,12 +133,17 @@ def with_arguments(app: Celery, entry: StoreEntry, *body: Any) -> StoreEntry:
     made = text.encode() if isinstance(text, str) else text
     made = compress(made, compression)[0] if compression else made
     data = b64encode(made) if known.get("body_encoding") == "base64" else made
-    headers = {
-        **entry.headers,
-        "argsrepr": saferepr(body[0], app.amqp.argsrepr_maxsize),
-        "kwargsrepr": saferepr(body[1], app.amqp.kwargsrepr_maxsize),
-    }
+    headers = dict(entry.headers)
+    longest = {"argsrepr": app.amqp.argsrepr_maxsize, "kwargsrepr": app.amqp.kwargsrepr_maxsize}
+    for place, (name, size) in enumerate(longest.items()):
+        if _as_list(str(headers.get(name))) == _as_list(saferepr(old[place], size)):
+            headers[name] = saferepr(body[place], size)
     return replace(entry, body=data, properties={**known, "application_headers": headers})
+
+
+def _as_list(text: str) -> str:
+    """Return a text of arguments as if its tuples were lists, as a serializer makes of them."""
+    return text.replace("(", "[").replace(",)", "]").replace(")", "]")
 
 
 def check_signature(app: Celery, name: str, args: Any, kwargs: Any) -> None:

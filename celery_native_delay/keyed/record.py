@@ -24,6 +24,9 @@ HEADER = "native_delay_key"
 #: and the id of the execution.
 LOCKS = "native_delay_locks"
 
+#: The argument in which a task gets the calls that a debounce has collected.
+CALLS = "calls"
+
 #: The longest name of a stored state in bytes. A longer name becomes its beginning and a digest.
 LONGEST_NAME = 200
 

@@ -82,13 +82,15 @@ def debounce(
     """Publish a new task in place of the waiting task with the same key.
 
     The new task is due *quiet_us* after this call, and at most *longest_us* after the first call.
-    If the task collects calls, it is due at once with *most_calls* of them. *call_id* is then a
-    random id of this call, which counts once although its publish is tried again.
+    If the task collects calls, it is due at once with *most_calls* of them. A full one that waits,
+    for its retry or as it is held, is not replaced. *call_id* is then a random id of this call,
+    which counts once although its publish is tried again.
     """
     now_us, known = seen.now_us, seen.record
     if known is not None and call_id is not None and known.opener == call_id:
         return Step(known, stands=known.id)
-    waits = _waits(seen)
+    is_full = known is not None and most_calls is not None and known.calls >= most_calls
+    waits = _waits(seen) and not is_full
     since_us = known.since_us if known is not None and waits else now_us
     due_us = now_us + quiet_us
     if longest_us is not None:

@@ -476,6 +476,26 @@ def test_a_debounced_task_gets_the_arguments_of_all_calls(
     assert task.kwargs.count("{...}") == 1
 
 
+def test_a_change_of_a_task_that_collects_loses_no_call_and_shows_no_hidden_argument(
+    key: str, app: Celery, delay: Delay, jobs: Counting
+) -> None:
+    @app.task(name=f"shop.hiding-{key}")
+    def hiding(mail: str, at: Any = None, calls: Any = ()) -> None: ...
+
+    def call(mail: str) -> KeyedResult:
+        signature = hiding.s(mail).set(argsrepr="(…)", kwargsrepr="{…}")
+        return delay.debounce(signature, key=key, seconds=LONG, collect=3)
+
+    call("ada")
+    assert delay.update(call("bob").id, args=("eve",), kwargs={"at": 1})
+    (task,) = delay.ls(f"key:{key}")
+    assert (task.args, task.kwargs) == ("(…)", "{…}")
+    call("joe")
+    assert jobs.receive_until(lambda: jobs.arrivals)
+    args, kwargs, _ = jobs.arrivals[0].body
+    assert (args, [call[0] for call in kwargs["calls"]]) == (["joe"], [["ada"], ["bob"], ["joe"]])
+
+
 def test_the_calls_of_a_task_with_a_declared_key_are_collected(
     key: str, app: Celery, delay: Delay, jobs: Counting
 ) -> None:

@@ -129,6 +129,11 @@ def test_a_debounce_that_collects_is_due_at_once_when_it_is_full() -> None:
         dues.append((step.due_us, step.replaces, step.record.calls))
         seen = Seen(number + 1, step.record, (("m", step.due_us or 0),))
     assert dues == [(10, False, 1), (11, True, 2), (2, True, 3), (13, False, 1)]
+    full = Record(id="full", calls=3)
+    step = collect(Seen(5, full, (("m", 90),)), "next", call_id="next")
+    assert (step.replaces, step.record) == (False, Record("next", 15, 5, opener="next", calls=1)), (
+        "it waits for its retry, which a call would bring forward with one more call each time"
+    )
 
 
 def test_debounce_starts_over_after_its_task_was_cancelled() -> None:
