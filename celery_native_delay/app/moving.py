@@ -25,18 +25,18 @@ from kombu import Connection
 from kombu.exceptions import OperationalError
 from kombu.utils.limits import TokenBucket
 
-from ..errors import CannotDelay, NativeDelayError, UnsupportedBroker
+from ..errors import CannotDelay, DelayTooLong, NativeDelayError, UnsupportedBroker
 from ..keyed import rules
 from ..keyed.record import HEADER, Mark, Record
 from ..keyed.records import publish_under
 from ..keyed.rules import Step
 from ..records.publishing import NotPublished
-from ..records.waiting import PLACE
+from ..records.waiting import HELD, PLACE
 from ..settings import DelaySettings, is_store_url
 from ..store.interface import Store
 from ..store.opened import store_of
 from ..transports.aliases import OPTION, option_of, url_errors_explained
-from ..transports.moving import Moving, MovingPart, Reach, Source, Stays, Void
+from ..transports.moving import HELD_STAYS, Moving, MovingPart, Reach, Source, Stays, Void
 from ..transports.virtual.moving import StoreSource
 from ..urls import is_redis_url, without_password
 from .installation import delaying_channel
@@ -200,7 +200,8 @@ def _move_one(
     try:
         is_once = keys.take_in(moving)
     except NativeDelayError as exc:
-        account.refuse(str(exc))
+        is_held = isinstance(exc, DelayTooLong) and HELD in moving.headers
+        account.refuse(HELD_STAYS if is_held else str(exc))
         return
     if not is_once:
         # Report this before the deletion: if the process dies in between, the next run reports it.

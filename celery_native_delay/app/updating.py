@@ -19,6 +19,7 @@ from ..due_time import due_us
 from ..errors import CannotDelay
 from ..keyed.record import CALLS, key_and_kind
 from ..now import moment, time_ns
+from ..records.waiting import HELD
 from ..store.entry import StoreEntry
 from .installation import ask_broker
 
@@ -52,9 +53,12 @@ def edit_of(
         entry = entry.moved(entry.due_us)  # refuses what is no task
         headers, properties = dict(entry.headers), dict(entry.properties)
         if expires is not None:
-            if due_us(expires) <= entry.due_us:
+            # A held task has no due time: a release may let it go now.
+            starts_us = time_ns() // 1000 if HELD in headers else entry.due_us
+            if due_us(expires) <= starts_us:
+                which = "now" if HELD in headers else "the due time"
                 raise CannotDelay(
-                    f"expected expires after the due time {moment(entry.due_us).isoformat()}, got "
+                    f"expected expires after {which}, {moment(starts_us).isoformat()}, got "
                     f"{expires.isoformat()}: the task would never run. To end it, cancel it"
                 )
             headers["expires"] = expires.isoformat()

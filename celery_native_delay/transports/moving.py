@@ -13,6 +13,10 @@ from ..errors import CannotDelay, InvalidDueTime, NoStore, UnsupportedBroker
 from ..keyed.records import KeyRecords
 from ..message import HEADER, Delayed, due_ms_of
 from ..records.publishing import RecordedPublish
+from ..records.waiting import HELD
+
+#: Why a held task is not moved.
+HELD_STAYS = "its task is held, and can be moved to a store only: release it first"
 
 
 @dataclass(frozen=True)
@@ -42,13 +46,16 @@ class Moving:
     def as_plain(self) -> Moving:
         """Return the message without this package's headers; its ETA is the due time.
 
-        Raises CannotDelay if no Celery worker would hold the message until its ETA.
+        Raises CannotDelay if no Celery worker would hold the message until its ETA, or if somebody
+        holds the task.
         """
         if "task" not in self.headers:
             raise CannotDelay(
                 "expected a Celery task of task_protocol 2, got another message: plain consumers "
                 "ignore its ETA, so let it wait until it is due, or cancel it"
             )
+        if HELD in self.headers:
+            raise CannotDelay(HELD_STAYS)
         own = {name: self.headers[name] for name in self.headers if not name.startswith(HEADER)}
         if due_ms_of(own) != milliseconds_up(self.delayed.due_us):
             own["eta"] = eta_of(self.delayed.due_us)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from celery_native_delay import Delay, InvalidQuery, StoreUnavailable
+from celery_native_delay import CannotDelay, Delay, InvalidQuery, StoreUnavailable
 from celery_native_delay.app.doctor import examine
 from celery_native_delay.app.holds import HoldCalls
 from celery_native_delay.records.holds import Hold
@@ -110,7 +110,9 @@ def test_what_is_held_stays_held_until_its_release_and_others_run(held: Held) ->
     assert task.held.by == "ada@web1"
     assert held.delay.next_due() is None, "held tasks have no due time"
     assert held.delay.histogram() == []
-    assert held.delay.update(sent[0], args=["changed"])
+    assert held.delay.update(sent[0], args=["changed"], expires=3600)
+    with pytest.raises(CannotDelay, match="expected expires after now"):
+        held.delay.update(sent[0], expires=-1)
     assert held.waits(sent[0])
     assert not {run.id for run in record.runs()} & set(sent)
 

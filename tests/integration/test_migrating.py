@@ -9,7 +9,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from datetime import datetime
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from time import time, time_ns
 from types import SimpleNamespace
@@ -22,19 +23,24 @@ from kombu import Connection, Exchange, Producer, Queue
 from kombu.transport import native_delayed_delivery as celerys
 
 from celery_native_delay import Delay, DelaySettings, Verdict, install
+from celery_native_delay.app import holds
 from celery_native_delay.app.install import installation_of
+from celery_native_delay.app.installation import ask_broker
 from celery_native_delay.app.moving import Account, move, moving
 from celery_native_delay.cli import delay
 from celery_native_delay.keyed.record import HEADER as KEY
 from celery_native_delay.message import HEADER, Delayed
-from celery_native_delay.records.waiting import PLACE
+from celery_native_delay.records.holds import Hold
+from celery_native_delay.records.waiting import HELD, PLACE, Held
+from celery_native_delay.store.entry import StoreEntry
+from celery_native_delay.store.interface import Row
 from celery_native_delay.testing import (
     PrivateRabbitMQ,
     PrivateRedis,
     private_redis,
     vhost_name,
 )
-from celery_native_delay.transports.moving import Moving
+from celery_native_delay.transports.moving import HELD_STAYS, Moving
 from celery_native_delay.transports.rabbitmq.topology import Topology
 from celery_native_delay.transports.rabbitmq.wrapping import COUNTED_BY_THE_QUEUE
 from tests.brokers import in_ci, on_one_version
@@ -359,6 +365,46 @@ def test_a_store_to_rabbitmq_and_back(app: Celery, vhost_url: str, tmp_path: Pat
         assert migrated(beside, vhost_url)["moved"] == 2
         assert {task.id for task in Delay(beside).ls()} == {"order-1", "order-2"}
     assert in_levels(app) == []
+
+
+def hold_in(store: Any, hold: Hold) -> None:
+    """Write the first waiting row as a worker writes it that holds the task."""
+    (row,) = store.rows_after(None, limit=1)
+    waits = StoreEntry.decoded(row.entry)
+    headers = {**waits.headers, HELD: Held(hold.name, hold.by, waits.due_us).header}
+    properties = {**waits.properties, "application_headers": headers}
+    held = replace(waits, due_us=hold.due_us(waits.due_us), properties=properties)
+    store.add([Row.of(held)])
+
+
+@on_one_version
+def test_a_held_task_moves_from_store_to_store_and_redis_and_stays_held(
+    app: Celery, tmp_path: Path, store_redis: PrivateRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Into a broker that only delays it cannot move: it would wait for ever."""
+    monkeypatch.setattr(holds, "TAKEN_UP_SECONDS", 0)
+    one, two = (f"sqlite:///{tmp_path}/{name}.db" for name in ("one", "two"))
+    places = [("memory://", one), (store_redis.url, None), ("memory://", two)]
+    with ExitStack() as stack:
+        first, *others = (
+            stack.enter_context(an_app(url, **({"store": store} if store else {})))
+            for url, store in places
+        )
+        hold = Delay(first).hold("shop.remind")
+        send(first, 1, 600)
+        ask_broker(first, lambda channel, _: hold_in(channel.needed_store, hold))
+        refused = migrated(app, one, status=1)["sources"][0]["refused"]
+        assert list(refused) == [HELD_STAYS]
+        for other, source in zip(others, (one, store_redis.url), strict=True):
+            assert migrated(other, source)["moved"] == 1
+            (task,) = Delay(other).ls()
+            assert task.held is not None
+            assert (task.held.hold, task.held.by) == (hold.name, hold.by)
+            assert Delay(other).next_due() is None
+        assert [(each.name, each.mode) for each in Delay(other).holds()] == [(hold.name, "ended")]
+        assert Delay(other).release(hold.name) == 1
+        (task,) = Delay(other).ls()
+        assert task.due <= datetime.now(UTC)
 
 
 @pytest.fixture(params=["sqlite", "redis"])

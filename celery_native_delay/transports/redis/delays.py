@@ -13,6 +13,7 @@ from ...due_time import milliseconds_up
 from ...finding import Finding
 from ...records.publishing import RecordedPublish
 from ...records.redis import RedisRecords
+from ...records.waiting import HELD
 from ...redis_server import Server, check_server, clock_ahead_seconds, keeping, server_of
 from ...settings import DelaySettings
 from ...store.entry import StoreEntry
@@ -110,7 +111,8 @@ class RedisDelays(delays.VirtualDelays):
     def stored(self, message: dict[str, Any], destination: Destination, *, due_us: int) -> Row:
         """Return the row of a delayed message."""
         self.prepare()
-        self.check_reach(due_us)
+        if HELD not in (message.get("headers") or {}):
+            self.check_reach(due_us)
         return self._row(message, destination, due_us)
 
     def put_back(self, message: dict[str, Any], destination: Destination, *, due_us: int) -> None:
