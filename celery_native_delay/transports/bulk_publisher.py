@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
+from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
+from json.encoder import encode_basestring_ascii as as_json
 from operator import itemgetter
-from secrets import token_bytes
+from secrets import token_bytes, token_hex
 from typing import Any, Self
 
 from kombu import Producer
@@ -71,6 +73,48 @@ def marked(headers: Mapping[str, Any], marks: Mapping[str, str]) -> dict[str, An
     names = ("root_id",) if headers.get("root_id") == headers["id"] else ()
     found = {**headers, **{name: marks[name] for name in ("eta", "argsrepr", "kwargsrepr")}}
     return found | dict.fromkeys(("id", *names), marks["task_id"])
+
+
+#: Stands for the due time in a text: no message has this number.
+_DUE_MARK = 8_970_163_845_120_771_093
+
+
+class JsonTemplate(TaskTemplate):
+    """Fills a task's values into the text of a similar task's message, which is JSON.
+
+    A full encoding takes about 60 µs per message.
+    """
+
+    def __init__(
+        self, body: bytes, marked_text: Callable[[dict[str, str], int], str], *, base64: bool
+    ) -> None:
+        """*marked_text* encodes the message with marks for its texts, and a number as due time.
+
+        The marks are random texts, which no message contains. *base64* tells how its body is
+        encoded.
+        """
+        super().__init__(body)
+        self._base64 = base64
+        names = ("task_id", "eta", "argsrepr", "kwargsrepr", "delivery_id", "body")
+        marks = {name: f"{name} {token_hex(16)}" for name in names}
+        texts = {f'"{marks[name]}"': at for at, name in enumerate(names[:5])}
+        numbers = {marks["body"]: 5, str(_DUE_MARK): 6}
+        self._form = Form(marked_text(marks, _DUE_MARK), texts | numbers)
+
+    def filled(self, values: TaskValues, due: int, delivery_id: str) -> str:
+        """Return the text of a message with these values, due time and delivery id."""
+        task_id, eta, argsrepr, kwargsrepr, body = values
+        return self._form.filled(
+            (
+                as_json(task_id),
+                as_json(eta),
+                as_json(argsrepr),
+                as_json(kwargsrepr),
+                as_json(delivery_id),
+                b64encode(body).decode() if self._base64 else body.decode(),
+                due,
+            )
+        )
 
 
 class BulkPublisher:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from base64 import b64decode, b64encode
+from base64 import b64decode
 from collections.abc import Mapping, Sequence
-from json.encoder import encode_basestring_ascii as as_json
-from secrets import token_hex
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..errors import CannotDelay, RefusedMessage
 from ..store.entry import StoreEntry
 from ..store.interface import Row, Store
 from ..store.joined import outside_transaction
-from .bulk_publisher import Form, RandomIds, TaskTemplate, TaskValues, marked
+from .bulk_publisher import JsonTemplate, RandomIds, TaskTemplate, TaskValues, marked
 from .outbox import OutboxBatch
 
 _TOO_LATE = (
@@ -87,45 +85,22 @@ def _add(
                 refused.setdefault(str(exc), []).append(put)
 
 
-class _Fields(NamedTuple):
-    """The texts that differ between the rows of similar tasks."""
-
-    due_us: str
-    delivery_id: str
-    task_id: str
-    eta: str
-    argsrepr: str
-    kwargsrepr: str
-    body: str
-
-
-class StoredTemplate(TaskTemplate):
+class StoredTemplate(JsonTemplate):
     """Makes rows of tasks that have the same destination and options."""
 
-    def __init__(self, entry: StoreEntry, longest_seconds: float) -> None:
-        super().__init__(_body_of(entry))
-        properties = dict(entry.properties)
-        self._is_base64 = properties.get("body_encoding") == "base64"
-        self._longest_seconds = longest_seconds
-        marks = _Fields(*(f"{name} {token_hex(16)}" for name in _Fields._fields))
-        headers = marked(entry.headers, marks._asdict())
-        properties |= {"application_headers": headers, "correlation_id": marks.task_id}
-        if "delivery_tag" in properties:  # of kombu's virtual transports
-            properties["delivery_tag"] = marks.delivery_id
-        # A number cannot be a mark, so the due time stands between two others.
-        text = StoreEntry(
-            _DUE_MARK,
-            entry.exchange,
-            entry.routing_key,
-            properties,
-            marks.body.encode(),
-            marks.delivery_id,
-            entry.queue,
-        ).encoded()
-        named = {f'"{mark}"': at for at, mark in enumerate(marks)}
-        named |= {str(_DUE_MARK): 0, marks.body: 6}
-        self._form = Form(text, named)
-        self._queue = entry.queue
+    def __init__(self, entry: StoreEntry) -> None:
+        def text(marks: dict[str, str], due_us: int) -> str:
+            headers, tag = marked(entry.headers, marks), marks["delivery_id"]
+            properties = {**entry.properties, "application_headers": headers}
+            properties["correlation_id"] = marks["task_id"]
+            if "delivery_tag" in properties:  # of kombu's virtual transports
+                properties["delivery_tag"] = tag
+            where = entry.exchange, entry.routing_key
+            body = marks["body"].encode()
+            return StoreEntry(due_us, *where, properties, body, tag, entry.queue).encoded()
+
+        is_base64 = entry.properties.get("body_encoding") == "base64"
+        super().__init__(_body_of(entry), text, base64=is_base64)
         self._like = entry
 
     @classmethod
@@ -142,7 +117,7 @@ class StoredTemplate(TaskTemplate):
         )
         if not is_plain:
             return None
-        template = cls(entry, channel.delays.settings.longest_delay_seconds)
+        template = cls(entry)
         return template if template.makes(message, values_of(entry)) else None
 
     @staticmethod
@@ -164,22 +139,8 @@ class StoredTemplate(TaskTemplate):
         return StoredMessage(self._row(due_us, ids.uuid(), values), joined=joined)
 
     def _row(self, due_us: int, delivery_id: str, values: TaskValues) -> Row:
-        task_id, eta, argsrepr, kwargsrepr, body = values
-        fields = _Fields(
-            str(due_us),
-            as_json(delivery_id),
-            as_json(task_id),
-            as_json(eta),
-            as_json(argsrepr),
-            as_json(kwargsrepr),
-            b64encode(body).decode() if self._is_base64 else body.decode(),
-        )
-        name = self._like.name_of(task_id)
-        return Row(name, task_id, due_us, self._form.filled(fields))
-
-
-#: Stands for the due time in a template: no message has this number.
-_DUE_MARK = 8_970_163_845_120_771_093
+        text, task_id = self.filled(values, due_us, delivery_id), values[0]
+        return Row(self._like.name_of(task_id), task_id, due_us, text)
 
 
 def values_of(entry: StoreEntry) -> TaskValues:

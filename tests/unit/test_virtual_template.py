@@ -14,8 +14,15 @@ from kombu.utils.json import dumps
 
 from celery_native_delay.due_time import eta_of
 from celery_native_delay.transports.bulk_publisher import RandomIds
-from celery_native_delay.transports.virtual.template import VirtualTemplate, fields_of, refused_of
+from celery_native_delay.transports.virtual.template import (
+    VirtualTaskTemplate,
+    refused_of,
+    values_of,
+)
 from celery_native_delay.transports.virtual.wrapping import encoded, wrapped
+
+PUT: Any = None
+"""The collected message, which no text needs."""
 
 texts = st.text(max_size=80)
 names = st.text(min_size=1, max_size=60)
@@ -79,9 +86,9 @@ def test_the_envelope_of_a_template_is_the_channels(
     data: st.DataObject, kind: dict[str, Any]
 ) -> None:
     """The template is made of one task and used for another of its kind."""
-    template = VirtualTemplate(envelope(data.draw, kind))
+    template = VirtualTaskTemplate(envelope(data.draw, kind), PUT)
     other = envelope(data.draw, kind)
-    assert template.envelope(fields_of(other)) == encoded(other)
+    assert template.filled(*values_of(other)) == encoded(other)
 
 
 @given(st.data(), kinds())
@@ -110,9 +117,9 @@ def test_a_template_refuses_anything_but_a_delayed_task(change: dict[str, Any], 
         "headers": {"id": "1", "native_delay": {"v": 1, "due": 0}},
         "properties": {"correlation_id": "1", "body_encoding": "base64", "delivery_tag": "t"},
     }
-    VirtualTemplate(good)
+    VirtualTaskTemplate(good, PUT)
     with pytest.raises(ValueError, match=f"expected {text}"):
-        VirtualTemplate(json.loads(json.dumps(good | change)))
+        VirtualTaskTemplate(json.loads(json.dumps(good | change)), PUT)
 
 
 def test_uuids_are_valid_and_differ() -> None:
