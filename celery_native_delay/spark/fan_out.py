@@ -236,12 +236,17 @@ class FanOut:
         if run is not None:
             options = replace(options, now=moment(run.began_us))
         keys = self._keys if ledger is not None else {}
-        rate = options.max_rate
+        rate, senders = options.max_rate, self._senders
         started = monotonic()
         with LiveCounts(spark, job_id) as counts:
             tell = None if counts.address is None else partial(tell_encoded, counts.address, job_id)
             frame = self._encoded(options, *keys, tell=tell)
-            each = None if rate is None else rate / self._senders
+            # A shuffle, and no coalesce(): the rows are computed with all slots of the cluster, and
+            # sent by few tasks. By id, so that a repeated task of Spark has the same rows. In the
+            # order of due times, so that few are late.
+            frame = frame.select(*keys, *SENT_COLUMNS).repartition(senders, "task_id")
+            frame = frame.sortWithinPartitions("due_us")
+            each = None if rate is None else rate / senders
             job = SendJob.of(options, run, job_id, max_rate=each, driver=counts.address)
             try:
                 answers = self._sent(frame, job, keys, ledger)
@@ -300,11 +305,6 @@ class FanOut:
         self, frame: Any, job: SendJob, keys: dict[str, str], ledger: str | None
     ) -> list[Any]:
         """Send the rows of *frame*; return the answers of executors."""
-        # A shuffle, and no coalesce(): the rows are computed with all slots of the cluster, and
-        # sent by few tasks. By id, so that a repeated task of Spark has the same rows. In the order
-        # of due times, so that few are late.
-        frame = frame.select(*keys, *SENT_COLUMNS).repartition(self._senders, "task_id")
-        frame = frame.sortWithinPartitions("due_us")
         if ledger is None:
             return answers_of(frame.mapInArrow(sender(job), ANSWERS))
         types = {field.name: field.dataType.simpleString() for field in frame.schema.fields}

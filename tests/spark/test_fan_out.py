@@ -183,6 +183,27 @@ def test_max_rate_is_kept_and_shared_by_all_connections(
         assert receipt.sent <= 50 * (receipt.seconds + 0.2) + 1
 
 
+def test_slots_that_a_cluster_gains_while_a_job_starts_do_not_exceed_max_rate(
+    spark: Any,
+    make_app: MakeApp,
+    native_delay_rabbitmq_url: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As many connections send as share the rate."""
+    slots = iter((1, 2, 4))
+    monkeypatch.setattr(FanOut, "_senders", property(lambda _: next(slots)))
+    fan_out = FanOut(
+        spark.range(60, numPartitions=4),
+        app=make_app(native_delay_rabbitmq_url),
+        task="shop.remind",
+        countdown=f.lit(60),
+        kwargs={"number": "id"},
+        max_rate=100,
+    )
+    (receipt,) = fan_out.send().receipts
+    assert receipt.sent == 60 <= 100 * (receipt.seconds + 0.2) + 1
+
+
 TENANT = """
 import celery
 
