@@ -49,8 +49,8 @@ def scope_of(nodeid: str) -> str:
         return f"SQS: {part[1]}"
     if "test_tasks.py" in nodeid:
         return "tasks on Redis"
-    if "test_django_schedules.py" in nodeid:
-        return "Django"
+    if django := re.search(r"acceptance/(test_django\w*)\.py", nodeid):
+        return f"Django: {django[1]}"
     return nodeid
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,10 +17,11 @@ from tests.documents import ROOT, only
 django = pytest.importorskip("django")
 
 
-@pytest.fixture
-def site(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the guide's project."""
-    follow(tmp_path, "django-start")
+    folder = tmp_path_factory.mktemp("made")
+    follow(folder, "django-start")
     for path, example in {
         "shop/celery.py": only("django"),
         "shop/__init__.py": only("django-init"),
@@ -29,12 +31,18 @@ def site(tmp_path: Path) -> Path:
         "orders/views.py": only("django-views"),
         "orders/tests.py": only("django-tests"),
     }.items():
-        (tmp_path / path).write_text(example.text)
-    add(tmp_path / "shop/settings.py", only("django-settings").text)
+        (folder / path).write_text(example.text)
+    add(folder / "shop/settings.py", only("django-settings").text)
     if django.VERSION < (6, 1):
-        add(tmp_path / "shop/settings.py", only("django-mails").text)
-    follow(tmp_path, "django-migrate")
-    return tmp_path
+        add(folder / "shop/settings.py", only("django-mails").text)
+    follow(folder, "django-migrate")
+    return folder
+
+
+@pytest.fixture
+def site(made: Path, tmp_path: Path) -> Path:
+    """A copy of the guide's project, which a test may change."""
+    return shutil.copytree(made, tmp_path / "site")
 
 
 def follow(folder: Path, name: str) -> None:
