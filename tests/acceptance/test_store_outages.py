@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -71,13 +72,24 @@ class Place:
         self.server.start()
 
 
+@pytest.fixture(scope="module")
+def running() -> Iterator[Callable[[str], Any]]:
+    """Returns the server of a kind, which these tests share; starts it at the first call."""
+    with ExitStack() as stack:
+        private: dict[str, Any] = {"redis": private_redis, "postgresql": private_postgresql}
+        yield cache(lambda kind: stack.enter_context(private[kind]()))
+
+
 @pytest.fixture(params=["redis", in_ci("postgresql")])
-def place(request: pytest.FixtureRequest, short_path: Path) -> Iterator[Place]:
-    private: Any = private_redis if request.param == "redis" else private_postgresql
-    with private() as server:
-        place = Place(server, short_path)
-        yield place
-        place.proxy.close()
+def place(
+    request: pytest.FixtureRequest, running: Callable[[str], Any], short_path: Path
+) -> Iterator[Place]:
+    server = running(request.param)
+    if isinstance(server, PrivateRedis):
+        server.client.flushall()
+    place = Place(server, short_path)
+    yield place
+    place.proxy.close()
 
 
 @pytest.fixture
