@@ -110,11 +110,34 @@ print("committed:", Order.objects.count(), Delay(app).count())
     assert "rolled back: 0 0\ncommitted: 1 1\n" in told
 
 
+BEAT_TESTS = """\
+# orders/test_schedules.py
+from celery_native_delay.clock import Clock
+from django.core import mail
+from django.test import TestCase
+from django_celery_beat.models import CrontabSchedule, PeriodicTask
+
+from shop.celery import app
+
+
+class ScheduleTest(TestCase):
+    def test_the_count_is_sent_each_night(self):
+        nightly = CrontabSchedule.objects.create(minute="30", hour="2")
+        PeriodicTask.objects.create(
+            name="count", task="orders.tasks.confirm", args='["ada@example.com"]', crontab=nightly
+        )
+        with Clock(app) as clock:
+            clock.advance(days=3)
+        self.assertEqual(len(mail.outbox), 3)
+        self.assertEqual(PeriodicTask.objects.get(name="count").total_run_count, 3)
+"""
+
+
 @pytest.mark.skipif(django.VERSION >= (6, 1), reason="django-celery-beat 2.9 needs Django < 6.1")
 def test_schedules_of_django_celery_beat_run_as_shown(site: Path) -> None:
     pytest.importorskip("django_celery_beat")
     add(site / "shop/settings.py", only("django-beat-settings").text)
-    (site / "orders/test_schedules.py").write_text(only("django-beat-tests").text)
+    (site / "orders/test_schedules.py").write_text(BEAT_TESTS)
     assert "Ran 5 tests" in manage(site, "manage.py", "test")
 
 
