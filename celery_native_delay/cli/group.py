@@ -195,7 +195,7 @@ def installed_settings(ctx: click.Context, *, raises_if_unsupported: bool = True
     """
     from celery import _state
 
-    from ..app.installation import installation_of, installed
+    from ..app.installation import TIMEOUT_SECONDS, installation_of, installed
 
     app = ctx.obj.app
     if app is _state.default_app and installation_of(app) is None:
@@ -211,6 +211,9 @@ def installed_settings(ctx: click.Context, *, raises_if_unsupported: bool = True
             "native_delay_enabled is off in this app: to list, cancel and deliver waiting tasks, "
             'set native_delay_enabled = "drain"'
         )
+    if app.connection_for_write().transport.driver_type == "redis":  # kombu would wait for ever
+        bounded = dict.fromkeys(("socket_timeout", "socket_connect_timeout"), TIMEOUT_SECONDS)
+        app.conf.broker_transport_options = bounded | (app.conf.broker_transport_options or {})
     return chosen
 
 

@@ -22,6 +22,7 @@ from click.testing import CliRunner
 from celery_native_delay import Delay, install
 from celery_native_delay.cli.group import delay as group
 from celery_native_delay.testing import PrivateRedis
+from tests.hanging import hung
 from tests.integration.project import APP, Project
 from tests.traffic import send_task
 from tests.waiting import PATIENCE_SECONDS
@@ -74,6 +75,18 @@ def test_tasks_are_listed_cancelled_moved_and_run(app: Celery, delay: Delay, sho
     }
     assert [task.id for task in delay.ls().tasks if task.id != "order-2"] == ["order-4", "order-0"]
     assert shop.delay("cancel").returncode == 2
+
+
+@pytest.mark.ci
+def test_a_command_ends_although_the_redis_broker_hangs(
+    app: Celery, shop: Project, empty_redis: PrivateRedis
+) -> None:
+    send_task(app, 1, countdown=1000)
+    with hung(empty_redis):
+        done = shop.delay("show", "order-1")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "cannot use the broker" in done.stderr
+    assert shop.told("show", "order-1")["waits"]
 
 
 @pytest.mark.ci
