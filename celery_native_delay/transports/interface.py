@@ -140,12 +140,12 @@ class WorkerPart(ABC):
                 results.append(exc)
         return results
 
-    @abstractmethod
     def put_one_back(self, wait: Wait) -> None:
-        """Publish again one message that arrived before the due time.
+        """Publish again one message that arrived before the due time, for :meth:`put_back`.
 
         Raises NativeDelayError if the message cannot wait on the broker.
         """
+        raise NotImplementedError
 
     def rescue(self) -> Rescue | None:
         """Publish parked (due, but so far undeliverable) messages again.

@@ -88,7 +88,8 @@ class Rated(StoreGate):
             if ahead_us <= self.come_back_late_us:
                 return self._ask_when_first(entry)
             return self._ask_line(arrival, entry, AskAgain(LOOK_SECONDS))
-        wait = self._wait_for_process(arrival, _free_processes(arrival.consumer))
+        processes = max(arrival.consumer.pool.num_processes or 1, 1)
+        wait = self._wait_for_process(arrival, processes - len(state.reserved_requests))
         if entry.limit.place is not None and wait is not None:
             return wait
         return self._ask_line(arrival, entry, wait)
@@ -230,10 +231,6 @@ class Rated(StoreGate):
             return wait
         self._for_process.pop(entry.tag, None)
         return again
-
-
-def _free_processes(consumer: Any) -> int:
-    return max(consumer.pool.num_processes or 1, 1) - len(state.reserved_requests)
 
 
 def _arguments(arrival: Arrival) -> tuple[list[Any], dict[str, Any]]:

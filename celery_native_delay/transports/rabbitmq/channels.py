@@ -57,6 +57,14 @@ def id_of(exchange: str, routing_key: str, properties: Any, body: bytes | str) -
     return exchange, routing_key, known_by.encode() if isinstance(known_by, str) else known_by
 
 
+def in_bytes(message: amqp.Message) -> amqp.Message:
+    """Encode a message body of type str to bytes, as py-amqp does."""
+    if not isinstance(message.body, str):
+        return message
+    encoding = message.properties.setdefault("content_encoding", "utf-8")
+    return amqp.Message(message.body.encode(encoding), **message.properties)
+
+
 def received(message: amqp.Message) -> amqp.Message:
     """If the body is None, replace None by empty bytes; return the same message."""
     message.body = message.body or b""

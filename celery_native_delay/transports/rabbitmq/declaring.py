@@ -101,7 +101,9 @@ class Declarer:
             try:
                 self.look_for_exchange(name)
             except AccessRefused:  # RabbitMQ 4.3 also needs a permission for this question
-                self._publish_to_marker(name)
+                # No queue is bound to the exchange, so the broker returns the message.
+                _publish_nothing(self.channel, name)
+                self.channel.take_returned()
         except NotFound:
             return False
         except AccessRefused:
@@ -144,12 +146,6 @@ class Declarer:
             return self.channel.queue_declare(queue, passive=True)
         except NotFound:
             return None
-
-    def _publish_to_marker(self, exchange: str) -> None:
-        """Check that an exchange exists by publishing a test message to the exchange."""
-        # No queue is bound to the exchange, so the broker returns the message.
-        _publish_nothing(self.channel, exchange)
-        self.channel.take_returned()
 
 
 def apply(channel: Any, declarations: Iterable[Change]) -> None:

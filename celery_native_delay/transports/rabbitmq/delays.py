@@ -24,7 +24,7 @@ from ...settings import DelaySettings
 from ...store.interface import Store
 from ...store.opened import store_of
 from .address import landing_address
-from .channels import CONFIRM_SECONDS, Publication, WindowChannel
+from .channels import CONFIRM_SECONDS, Publication, WindowChannel, in_bytes
 from .declaring import Declarer, broker_version, not_declared, not_permitted
 from .delivering import Deliverer, NoRoute
 from .mirror import Mirror, remember
@@ -144,7 +144,7 @@ class RabbitDelays:
             return None
         message, exchange, routing_key, _ = publication
         delayed = Delayed(delivery_id or token_hex(16), due_us, exchange, routing_key)
-        return self._wrapped(_in_bytes(message), delayed)
+        return self._wrapped(in_bytes(message), delayed)
 
     def _declare_for(self, exchange: str, routing_key: str) -> None:
         version = self._declared_queues.get(routing_key)
@@ -291,11 +291,3 @@ class RabbitDelays:
                 f"no queue is bound to {returned[0].exchange}, although it was declared: see "
                 f"`celery -A PROJ delay verify`"
             )
-
-
-def _in_bytes(message: amqp.Message) -> amqp.Message:
-    """Encode a message body of type str to bytes, as py-amqp does."""
-    if not isinstance(message.body, str):
-        return message
-    encoding = message.properties.setdefault("content_encoding", "utf-8")
-    return amqp.Message(message.body.encode(encoding), **message.properties)

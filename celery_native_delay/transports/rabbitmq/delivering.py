@@ -44,11 +44,6 @@ class NoRoute(ChannelError):  # type: ignore[misc]
 _TAKEN = (NoneType, NoRoute, MessageNacked)
 
 
-def _is_large(publication: Publication) -> bool:
-    """Return True for a message that may be too large for the broker."""
-    return len(publication.message.body or b"") > _LARGE_BYTES
-
-
 class Deliverer:
     """Publishes messages, a batch at a time, and tells which of them the broker refused."""
 
@@ -77,7 +72,8 @@ class Deliverer:
         """
         waiting: dict[int, Publication] = {}
         for at, publication in publications.items():
-            if publication.exchange in self._exchanges and not _is_large(publication):
+            is_large = len(publication.message.body or b"") > _LARGE_BYTES
+            if publication.exchange in self._exchanges and not is_large:
                 waiting[at] = publication
                 continue
             # Alone: if RabbitMQ refuses it by closing the channel, no other message is in doubt.

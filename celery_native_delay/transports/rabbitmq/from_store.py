@@ -14,7 +14,7 @@ from ...message import HEADER
 from ...store.entry import StoreEntry
 from ..interface import Wait, connect_once
 from ..moving import expires_ms_of
-from .channels import Publication
+from .channels import Publication, in_bytes
 from .delivering import UNENCODABLE, Deliverer, text_of, unencodable
 from .wrapping import COUNTED_BY_THE_QUEUE, keep_user_id
 
@@ -23,20 +23,11 @@ def entry_of(
     message: amqp.Message, exchange: str, routing_key: str, *, due_us: int, now_us: int
 ) -> StoreEntry:
     """Return the entry of a message that a producer publishes."""
-    properties = dict(message.properties)
-    body = message.body
-    if isinstance(body, str):  # as py-amqp does
-        body = body.encode(properties.setdefault("content_encoding", "utf-8"))
+    message = in_bytes(message)
+    properties, body = dict(message.properties), bytes(message.body)
     expires_ms = expires_ms_of(properties, now_us=now_us)
-    return StoreEntry(
-        due_us,
-        exchange,
-        routing_key,
-        properties,
-        bytes(body),
-        token_hex(16),
-        expires_ms=expires_ms,
-    )
+    where = exchange, routing_key
+    return StoreEntry(due_us, *where, properties, body, token_hex(16), expires_ms=expires_ms)
 
 
 def entry_of_wait(wait: Wait) -> StoreEntry:

@@ -176,9 +176,6 @@ class Mirror:
         self.pending, self.pending_landings = {}, {}
         return pending
 
-    def keep_pending(self, bindings: list[Mirrored]) -> None:
-        self.pending = dict.fromkeys(bindings) | self.pending
-
     def forget_mirrored(self) -> None:
         """Let :meth:`take_pending` return all bindings again, in case the broker lost copies."""
         self.pending, self.pending_landings = dict(self.known), dict(self._landings)

@@ -146,7 +146,7 @@ class Preparation:
             except ChannelError as exc:
                 logger.debug("not mirrored: %s: %s", binding, exc)
         if refused:
-            self._mirror.keep_pending(list(refused))
+            self._mirror.pending = dict.fromkeys(refused) | self._mirror.pending
             raise next(iter(refused.values()))
 
     def declare_again(self) -> None:

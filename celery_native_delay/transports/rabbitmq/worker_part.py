@@ -67,11 +67,6 @@ class RabbitMQWorkerPart(WorkerPart):
         delays: RabbitDelays = self._delays
         return delays.put_back([self._received(wait) for wait in waits])
 
-    def put_one_back(self, wait: Wait) -> None:
-        (error,) = self.put_back([wait])
-        if error is not None:
-            raise error
-
     @staticmethod
     def _received(wait: Wait) -> tuple[amqp.Message, Delayed]:
         properties = dict(wait.message.properties)

@@ -105,18 +105,15 @@ class RedisAdminPart(AdminPart):
 
     def parked(self, *, limit: int) -> tuple[int, list[ParkedTask]]:
         found = self._store.parked_entries(limit)
-        return self._store.census().parked, [_parked_task(entry) for entry, _ in found]
+        messages = [json.loads(opened_entry(entry.encode())[1]) for entry, _ in found]
+        tasks = [ParkedTask.of(*unwrapped(m.get("headers"), m["properties"])) for m in messages]
+        return self._store.census().parked, tasks
 
     def requeue(self) -> Rescue:
         return rescue(self._delays)
 
     def purge_parked(self) -> int:
         return self._store.purge(parked=True)
-
-
-def _parked_task(entry: str) -> ParkedTask:
-    message = json.loads(opened_entry(entry.encode())[1])
-    return ParkedTask.of(*unwrapped(message.get("headers"), message["properties"]))
 
 
 def _compare(name: str, surplus: int) -> list[Finding]:

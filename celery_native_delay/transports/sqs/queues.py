@@ -48,11 +48,6 @@ _MESSAGE_REFUSED = (
 _DENIED = ("AccessDenied", "AccessDeniedException")
 
 
-def asked_of(name: str) -> list[str]:
-    """Return the names of the attributes that this package reads of the SQS queue *name*."""
-    return ASKED if name.endswith(FIFO) else [*_COUNTS, _SIZE]
-
-
 def delay_queue_of(queue: str) -> str:
     """Return the name of the delay queue for delays over 15 minutes."""
     return f"{queue}{_SUFFIX}"
@@ -215,7 +210,7 @@ class Queues:
             if is_gone(exc):
                 self.forget(queue)
                 answer = send()  # to a new queue, which kombu creates
-            elif not is_about_a_message(exc):
+            elif exc.response.get("Error", {}).get("Code") not in _MESSAGE_REFUSED:
                 raise
             elif len(messages) == 1:
                 return {0: SqsFailure(str(exc), is_final=True)}
@@ -237,11 +232,10 @@ class Queues:
     def attributes(self, queue: str, url: str) -> dict[str, str] | None:
         """Return the SQS attributes of *queue*, or None if *queue* was deleted."""
         name = self.name(queue)
+        asked = ASKED if name.endswith(FIFO) else [*_COUNTS, _SIZE]
         with administered(name, "sqs:GetQueueAttributes"):
             try:
-                answer = self.client(queue).get_queue_attributes(
-                    QueueUrl=url, AttributeNames=asked_of(name)
-                )
+                answer = self.client(queue).get_queue_attributes(QueueUrl=url, AttributeNames=asked)
             except ClientError as exc:
                 if not is_gone(exc):
                     raise
@@ -253,11 +247,6 @@ class Queues:
 def is_gone(exc: ClientError) -> bool:
     """Return True if SQS says that the queue does not exist."""
     return exc.response.get("Error", {}).get("Code") in _GONE
-
-
-def is_about_a_message(exc: ClientError) -> bool:
-    """Return True if the SQS error is about a message, not about the queue."""
-    return exc.response.get("Error", {}).get("Code") in _MESSAGE_REFUSED
 
 
 def dated_ms(answer: dict[str, Any]) -> int:
