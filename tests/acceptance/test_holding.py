@@ -82,6 +82,9 @@ def held(
         rabbitmq.delete_vhost(vhost_name(vhost))
 
 
+IN_STORE = pytest.mark.parametrize("held", ["rabbitmq-redis"], indirect=True)
+
+
 @pytest.mark.parametrize("held", ["redis", in_ci("rabbitmq-postgresql")], indirect=True)
 def test_what_is_held_stays_held_until_its_release_and_others_run(held: Held) -> None:
     """Workers are killed, the store restarts and hangs, a deployment comes in between."""
@@ -143,6 +146,7 @@ def _hangs(held: Held, sent: list[str]) -> None:
     assert held.waits(sent[-1])
 
 
+@IN_STORE
 def test_a_release_that_dies_is_finished_by_the_next_one(
     held: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,6 +194,7 @@ def test_dropped_tasks_are_revoked_and_held_ones_too(held: Held) -> None:
     assert not held.fleet.record.runs(task_id=first) + held.fleet.record.runs(task_id=second)
 
 
+@IN_STORE
 def test_a_hold_with_an_end_ends_by_itself(held: Held) -> None:
     held.fleet.worker()
     held.delay.hold("note", search="args:acme", seconds=12)

@@ -51,7 +51,11 @@ KINDS = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(params=["redis", in_ci(f"{ON_SYSTEM.id}-redis")])
+#: Entries whose occurrences wait in the broker, and in a store beside one.
+BOTH = pytest.mark.parametrize("fleet", ["redis", in_ci(f"{ON_SYSTEM.id}-redis")], indirect=True)
+
+
+@pytest.fixture(params=["redis"])
 def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fleet]:
     conf: dict[str, Any] = {"native_delay_schedules": True}
     match request.param.split("-"):
@@ -175,6 +179,7 @@ def test_a_relative_expiry_counts_from_the_due_time(fleet: Fleet) -> None:
     fleet.record.wait_for(2)
 
 
+@BOTH
 def test_a_task_that_sends_nothing_while_it_waits_goes_on(fleet: Fleet) -> None:
     """As with beat, its ``apply_async`` is called when a run is due, not one period before."""
     fleet.worker(beat_schedule={"tick": {"task": "once", "schedule": 2.0}})
@@ -182,6 +187,7 @@ def test_a_task_that_sends_nothing_while_it_waits_goes_on(fleet: Fleet) -> None:
     assert len({run.id for run in runs}) == len(runs)
 
 
+@BOTH
 def test_an_entry_can_be_paused_resumed_and_run_now(fleet: Fleet) -> None:
     entries = {"tick": {"task": "note", "schedule": 1.0, "args": ["tick"]}}
     fleet.worker(beat_schedule=entries)
@@ -223,6 +229,7 @@ def test_a_beat_that_is_started_by_mistake_sends_nothing(fleet: Fleet) -> None:
     assert "Sending due task" not in log.read_text()
 
 
+@BOTH
 def test_a_cancelled_occurrence_is_followed_by_the_next(fleet: Fleet) -> None:
     fleet.worker(beat_schedule={"tick": {"task": "note", "schedule": 3.0, "args": ["tick"]}})
     fleet.record.wait_for(1)
@@ -243,7 +250,6 @@ def test_a_cancelled_occurrence_is_followed_by_the_next(fleet: Fleet) -> None:
     wait_until(runs_are_counted)
 
 
-@pytest.mark.parametrize("fleet", ["redis"], indirect=True)
 def test_runs_that_celery_discards_are_told(fleet: Fleet) -> None:
     """They expire behind another task, or no worker knows their task."""
     entries = {
@@ -260,7 +266,6 @@ def test_runs_that_celery_discards_are_told(fleet: Fleet) -> None:
     wait_until(lambda: left_out()["unknown"] == "a worker does not know the task unheard of")
 
 
-@pytest.mark.parametrize("fleet", ["redis"], indirect=True)
 def test_a_lost_occurrence_is_published_again(fleet: Fleet, store_redis: PrivateRedis) -> None:
     entries = {"tick": {"task": "note", "schedule": 5.0, "args": ["tick"]}}
     fleet.worker(beat_schedule=entries, tests_overdue_seconds=2, beat_max_loop_interval=1)
@@ -282,7 +287,6 @@ def test_a_worker_with_an_embedded_beat_sends_nothing_twice(fleet: Fleet) -> Non
     assert not worker.log_lines("Sending due task")
 
 
-@pytest.mark.parametrize("fleet", ["redis"], indirect=True)
 def test_a_worker_of_an_older_release_publishes_the_runs_of_new_entries(fleet: Fleet) -> None:
     far = {"task": "note", "schedule": 900.0}
     fleet.worker(beat_schedule={"old": far}, beat_max_loop_interval=1)
@@ -293,7 +297,6 @@ def test_a_worker_of_an_older_release_publishes_the_runs_of_new_entries(fleet: F
     assert [entry.name for entry in Delay(fleet.app()).schedules()] == [*TICKS]
 
 
-@pytest.mark.parametrize("fleet", ["redis"], indirect=True)
 def test_two_plain_beats_of_the_same_entries_are_noticed(fleet: Fleet) -> None:
     schedules = Delay(fleet.app()).schedules()
     fleet.worker(beat_schedule=TICKS)

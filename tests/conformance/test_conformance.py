@@ -18,12 +18,14 @@ from celery_native_delay import DelaySettings, DelayTooLong, InvalidDueTime, Set
 from celery_native_delay.due_time import due_us
 from celery_native_delay.transports.interface import Wait
 from tests.acceptance.worker import EARLY_SECONDS, Fleet, Worker, fleet_on
+from tests.conformance.brokers import BROKERS as ALL_BROKERS
 from tests.conformance.brokers import (
     Broker,
     knows_bindings,
     options_of,
     settings_of,
     whole_seconds,
+    without,
 )
 from tests.conformance.traffic import (
     SETTINGS,
@@ -35,6 +37,10 @@ from tests.conformance.traffic import (
 )
 from tests.traffic import DIRECT, QUEUES, TOPIC, Arrival, Inbox, eta_in, inbox, publish
 from tests.waiting import wait_until
+
+#: Valkey answers as Redis does: tests/integration/test_redis_* run on it, and two tests here.
+BROKERS = without("valkey")
+also_on_valkey = pytest.mark.parametrize("broker", ALL_BROKERS, indirect=True, scope="session")
 
 FANOUT = Exchange("news", type="fanout")
 
@@ -282,6 +288,7 @@ def worker(fleet: Fleet) -> Worker:
     return fleet.worker()
 
 
+@also_on_valkey
 @pytest.mark.usefixtures("worker")
 def test_a_task_that_retries_comes_back_to_its_queue(fleet: Fleet) -> None:
     app = fleet.app()
@@ -311,6 +318,7 @@ def test_a_task_that_retries_comes_back_to_its_queue(fleet: Fleet) -> None:
             run.assert_on_time(run.due)
 
 
+@also_on_valkey
 def test_an_installed_worker_puts_back_what_a_plain_producer_sent(
     fleet: Fleet, worker: Worker
 ) -> None:

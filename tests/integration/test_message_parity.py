@@ -46,7 +46,7 @@ from tests.integration.traffic import (
 from tests.traffic import PATIENCE_SECONDS, beside, eta_in
 from tests.waiting import wait_until
 
-EXAMPLES = 10
+EXAMPLES = 7
 
 # ---- messages --------------------------------------------------------------------------------
 
