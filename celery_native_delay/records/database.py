@@ -19,6 +19,7 @@ from sqlalchemy import (
     create_engine,
     event,
     exc,
+    inspect,
     make_url,
     text,
 )
@@ -241,6 +242,14 @@ class Database(ABC):
 
     def make_tables(self) -> None:
         with self.engine.begin() as connection:
+            seen = inspect(connection)
+            for name in filter(seen.has_table, self.tables.tables):
+                theirs = {each["name"] for each in seen.get_columns(name)}
+                if not theirs.issuperset(self.tables.tables[name].columns.keys()):
+                    raise self._unavailable(
+                        f"{name} is the table of another program: choose another "
+                        f"native_delay_prefix in the URL, in workers and producers"
+                    )
             self.tables.create_all(connection)
         self.is_ready = True
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from redis.connection import AbstractConnection
-from sqlalchemy import create_engine, event, text
+from sqlalchemy import create_engine, event, inspect, text
 
 from celery_native_delay import Query, Verdict
 from celery_native_delay.errors import StoreUnavailable
@@ -242,6 +242,22 @@ def test_two_prefixes_in_one_database_share_nothing(store: Store, url: str) -> N
         assert len(second.state.read(NAME).messages) == 1
         assert first.clear() == 2
         assert (first.state.read(NAME).text, listed(second)) == (None, ["order-2"])
+
+
+@pytest.mark.parametrize("url", ["sqlite", in_ci("postgresql"), in_ci("mariadb")], indirect=True)
+def test_a_prefix_of_another_programs_table_is_refused_and_makes_nothing(url: str) -> None:
+    """A shop may have a table ``shop_task``: it is neither read nor called ready."""
+    engine = create_engine(url)
+    with engine.begin() as connection:
+        connection.execute(text("CREATE TABLE shop_task (id INTEGER)"))
+    with closing(opened(prefixed(url, "shop_"), "celery_delay")) as store:
+        for call in (store.prepare, lambda: add(store, 1)):
+            with pytest.raises(StoreUnavailable, match="shop_task is the table of another program"):
+                call()
+    with engine.begin() as connection:
+        assert not inspect(connection).has_table("shop_record")
+        connection.execute(text("DROP TABLE shop_task"))
+    engine.dispose()
 
 
 def prefixed(url: str, prefix: str) -> str:
