@@ -96,8 +96,9 @@ def publishing(recorded: RecordedPublish) -> Iterator[None]:
         underway.reset(token)
     if recorded.answer is None:
         raise CannotDelay(
-            "nothing was sent: expected a message to a queue of this app's broker; leave out the "
-            "options connection and producer, and bind its exchange to a queue"
+            "nothing was sent: expected a message to a queue of this app's broker. bulk() sends no "
+            "task with a key: call its delay() instead. Else leave out the options connection and "
+            "producer, and bind its exchange to a queue"
         )
 
 
