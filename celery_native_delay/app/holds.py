@@ -48,7 +48,7 @@ TAKEN_UP_SECONDS = 5.0
 #: The most tasks that are counted for a hold with an end, whose due times are those of others, too.
 _COUNTED = 10_000
 
-#: Called with the numbers of tasks that a release has let go since the last call, and in all.
+#: Called with the number of tasks that were done since the last call, and that of all tasks.
 Progress = Callable[[int, int], object]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from datetime import UTC, datetime
 from typing import Any
 
@@ -17,6 +16,7 @@ from .group import (
     local,
     print_json,
     printable,
+    progress_bar,
     say,
     table,
     yes_option,
@@ -72,13 +72,7 @@ def release(ctx: click.Context, as_json: bool, **chosen: Any) -> None:
 
     Give TASK, --key and --search as `holds` shows them. If this command dies, run it again.
     """
-    bar = click.progressbar(length=0, label="releasing", show_pos=True, file=sys.stderr)
-
-    def progress(done: int, in_all: int) -> None:
-        bar.length = max(bar.pos + done, in_all)
-        bar.update(done)
-
-    with bar:
+    with progress_bar("releasing") as progress:
         released = delay_of(ctx).release(**chosen, progress=progress)
     say(as_json, {"released": released}, f"{released:,} task(s) released")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from functools import partial, reduce
@@ -24,21 +23,21 @@ from .group import (
     local,
     print_json,
     printable,
+    progress_bar,
     say,
     table,
     yes_option,
 )
 
 if TYPE_CHECKING:
-    from ..app.delay import Delay
     from ..records.waiting import Outcome, Query, Waiting
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 _LONGEST_TEXT = 40
 
-#: Tasks that are changed between two moves of the progress bar.
-_AT_ONCE = 1000
+#: Changes of so many tasks show no progress bar.
+_WITHOUT_BAR = 1000
 
 
 def task_id(value: str) -> str:
@@ -165,7 +164,9 @@ def cancel(ctx: click.Context, **chosen: Any) -> None:
     The results of cancelled tasks become REVOKED at once. Later, a worker tells monitors and chords
     that the tasks were revoked.
     """
-    _change(ctx, "cancel", "cancelled", lambda delay, ids: delay.cancel_all(ids), **chosen)
+    from ..app.delay import Delay
+
+    _change(ctx, "cancel", "cancelled", Delay.cancel_all, **chosen)
 
 
 @command(name="reschedule")
@@ -189,6 +190,8 @@ def reschedule(
     --by keeps the spacing of several tasks. --spread begins now, or at --countdown or --eta. A due
     time in the past needs the option --yes.
     """
+    from ..app.delay import Delay
+
     given = [each is not None for each in (countdown, eta, by)]
     if sum(given) > 1 or not (any(given) or spread is not None):
         one = "give --countdown, --eta or --by"
@@ -201,10 +204,7 @@ def reschedule(
         ctx,
         "reschedule",
         "rescheduled",
-        lambda delay, ids: delay.reschedule_all(
-            ids, countdown=countdown, eta=eta, by=by, spread=spread
-        ),
-        apart=spread is None,
+        partial(Delay.reschedule_all, countdown=countdown, eta=eta, by=by, spread=spread),
         **chosen,
     )
 
@@ -234,7 +234,9 @@ def update(ctx: click.Context, id_: str, as_json: bool, **parts: Any) -> None:
 @_chosen
 def run_now(ctx: click.Context, **chosen: Any) -> None:
     """Make waiting tasks due now, by IDs or by a search."""
-    _change(ctx, "run now", "due now", lambda delay, ids: delay.run_all_now(ids), **chosen)
+    from ..app.delay import Delay
+
+    _change(ctx, "run now", "due now", Delay.run_all_now, **chosen)
 
 
 def _query(search: str, from_: datetime | None, until: datetime | None) -> Query:
@@ -249,7 +251,7 @@ def _change(
     ctx: click.Context,
     verb: str,
     done: str,
-    change: Callable[[Delay, list[str]], list[Outcome]],
+    change: Callable[..., list[Outcome]],
     *,
     ids: tuple[str, ...],
     search: str,
@@ -257,7 +259,6 @@ def _change(
     until: datetime | None,
     force: bool,
     as_json: bool,
-    apart: bool = True,
 ) -> None:
     by_search = bool(search or from_ or until)
     if not ids and not by_search:
@@ -268,7 +269,11 @@ def _change(
     chosen = list(dict.fromkeys(ids)) or delay.ids(_query(search, from_, until))
     if by_search and chosen and not force:
         confirm(f"{verb.capitalize()} {len(chosen):,} task(s)?")
-    outcomes = _with_bar(partial(change, delay), chosen, verb) if apart else change(delay, chosen)
+    if len(chosen) > _WITHOUT_BAR:
+        with progress_bar(verb) as progress:
+            outcomes = change(delay, chosen, progress=progress)
+    else:
+        outcomes = change(delay, chosen)
     failed = [outcome for outcome in outcomes if not outcome]
     if as_json:
         verdicts = [{"id": each.id, "verdict": each.verdict.value} for each in outcomes]
@@ -279,26 +284,6 @@ def _change(
         if by_search:
             click.echo(f"{len(outcomes) - len(failed):,} task(s) {done}")
     ctx.exit(1 if failed and not by_search else 0)
-
-
-def _with_bar(
-    change: Callable[[list[str]], list[Outcome]], ids: list[str], verb: str
-) -> list[Outcome]:
-    """Change many tasks, 1,000 at a time, with a progress bar on standard error."""
-    from ..errors import StoreUnavailable
-
-    if len(ids) <= _AT_ONCE:
-        return change(ids)
-    done: list[Outcome] = []
-    with click.progressbar(length=len(ids), label=verb, show_pos=True, file=sys.stderr) as bar:
-        for start in range(0, len(ids), _AT_ONCE):
-            some = ids[start : start + _AT_ONCE]
-            try:
-                done += change(some)
-            except StoreUnavailable as exc:
-                raise StoreUnavailable(f"{len(done):,} of {len(ids):,} done; then {exc}") from exc
-            bar.update(len(some))
-    return done
 
 
 def _refuse_past(countdown: float | None, eta: datetime | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from time import monotonic, sleep
 from typing import Any, TypeAlias
@@ -127,7 +127,7 @@ class Holding:
         assert state is not None
         asked_at = monotonic()
         try:
-            self._holds = tuple(decoded(within(lambda: state.load([RECORD]))[0]))
+            holds = tuple(decoded(within(lambda: state.load([RECORD]))[0]))
         except Exception as exc:  # of any driver
             if not self._is_away:
                 logger.warning(
@@ -138,8 +138,16 @@ class Holding:
                 )
             self._is_away = True
         else:
+            before, after = _told(self._holds), _told(holds)
+            if before != after:
+                logger.warning("native delay: held or dropped from now on: %s", after)
+            self._holds = holds
             self._read_at = asked_at
             self._is_away = False
+
+
+def _told(holds: Sequence[Hold]) -> str:
+    return ", ".join(f"{each.name} ({each.mode}, {each.by})" for each in holds) or "nothing"
 
 
 def _patiently(seconds: float) -> _Within:

@@ -180,10 +180,11 @@ def test_while_the_store_is_away_known_holds_stay_on_and_this_is_told_once(
     assert isinstance(ruling, WaitUntil)
     assert (ruling.due_us, ruling.in_broker) == (NOW_US + AWAY_US, True)
     assert [record.message for record in caplog.records] == [
+        "native delay: held or dropped from now on: shop.* (hold, ada@web1)",
         (
             "native delay: holds are not read until the store answers; 1 known one(s) stay on: "
             "OSError: it is down"
-        )
+        ),
     ]
     state.away = False
     hold.begin(state, timer, patience_seconds=9)  # type: ignore[arg-type]
