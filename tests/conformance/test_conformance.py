@@ -328,20 +328,19 @@ def test_an_installed_worker_puts_back_what_a_plain_producer_sent(
     def held_by_nobody() -> bool:
         if not knows_bindings(fleet.broker_url):
             with app.connection_for_write() as connection:
-                return waiting_now(connection, "default") == len(ids)
+                return waiting_now(connection, "default") == len(far)
         return bool(inspect.scheduled() == {worker.name: []})
 
     code = (
         "import json\n"
-        "ids = [app.tasks['note'].apply_async((n,), countdown={}).id for n in range(50)]\n"
-        "print(json.dumps(ids))"
+        "send = app.tasks['note'].apply_async\n"
+        "print(json.dumps([[send((n,), countdown=c).id for n in range(50)] for c in (150, 4)]))"
     )
-    ids = json.loads(fleet.produce(code.format(150)))
+    far, near = json.loads(fleet.produce(code))
+    by_id = fleet.record.wait_for_ids(near)
     wait_until(held_by_nobody)
-    assert [run for run in fleet.record.runs() if run.id in ids] == []
-    ids = json.loads(fleet.produce(code.format(4)))
-    by_id = fleet.record.wait_for_ids(ids)
-    for task_id in ids:
+    assert [run for run in fleet.record.runs() if run.id in far] == []
+    for task_id in near:
         (run,) = by_id[task_id]
         assert run.due is not None
         run.assert_on_time(run.due)
