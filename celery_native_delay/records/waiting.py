@@ -597,7 +597,8 @@ def histogram(tasks: WaitingTasks, *, bars: int = 40) -> list[Bar]:
     if span is None or not number:
         return []
     if span[1] >= HELD_FROM_US:  # the bars show when tasks are due, and held ones are not
-        span = span[0], tasks.page(due, offset=number - 1, limit=1).tasks[-1].due_us
+        last = tasks.page(due, offset=number - 1, limit=1).tasks  # () if one has left meanwhile
+        span = span[0], last[-1].due_us if last else span[0]
     found = edges(*span, bars=bars)
     counts = tasks.counts(found)
     return [Bar(*bar) for bar in zip(found, found[1:], counts, strict=False)]
