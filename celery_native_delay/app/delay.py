@@ -505,7 +505,8 @@ class Delay(HoldCalls, KeyedCalls):
             if not outcomes:
                 raise
             done = sum(map(bool, outcomes))
-            raise StoreUnavailable(f"{done:,} of {len(ids):,} were changed; then {exc}") from exc
+            number = f"at least {done:,} of {len(ids):,}"  # the step that failed may be done, too
+            raise StoreUnavailable(f"{number} were changed; then {exc}") from exc
 
     def _ask(self, question: Callable[[WaitingTasks], T]) -> T:
         def ask(channel: Any, settings: DelaySettings) -> T:
