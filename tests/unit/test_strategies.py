@@ -117,6 +117,8 @@ def worker() -> Iterator[Worker]:
         signals.task_revoked.connect(note_revoked)
         signals.task_rejected.connect(note_rejected)
         yield worker
+    signals.task_revoked.disconnect(note_revoked)
+    signals.task_rejected.disconnect(note_rejected)
 
 
 @pytest.fixture
