@@ -49,11 +49,11 @@ _TAKE = (
     + """
 local function exact(number) return string.format('%.0f', number) end
 local until_us = exact(now - ARGV[3])
-local names = call('ZRANGE', cancelled, '-inf', until_us, 'BYSCORE', 'LIMIT', 0, ARGV[4])
-local from, mark = cancelled, '!'
-if #names == 0 then
-    names = call('ZRANGE', due, '-inf', until_us, 'BYSCORE', 'LIMIT', 0, ARGV[4])
-    from, mark = due, ''
+local names = call('ZRANGE', due, '-inf', until_us, 'BYSCORE', 'LIMIT', 0, ARGV[4])
+local from, mark = due, ''
+if #names == 0 then  -- due tasks do not wait for the announcements of cancelled ones
+    names = call('ZRANGE', cancelled, '-inf', until_us, 'BYSCORE', 'LIMIT', 0, ARGV[4])
+    from, mark = cancelled, '!'
 end
 local first = call('ZRANGE', due, 0, 0, 'WITHSCORES')[2] or ''
 local found = {exact(now), first}

@@ -312,7 +312,8 @@ class SqlStore(Database, Store):
         # One state after another, because an index finds the first rows of one state only.
         at_us, cancelled_us, next_us = self.look_up(looked)
         until_us = at_us - late_us
-        due = {CANCELLED: cancelled_us, WAITING: next_us}
+        # Due tasks do not wait for the announcements of cancelled ones.
+        due = {WAITING: next_us, CANCELLED: cancelled_us}
         states = [state for state, us in due.items() if us is not None and us <= until_us]
         if not states:
             return Taken("", (), at_us, next_us)

@@ -415,6 +415,15 @@ def test_a_cancelled_task_is_not_listed_and_is_published_at_once_as_cancelled(
     assert broker.published[0].cancelled
 
 
+def test_due_tasks_do_not_wait_for_the_announcements_of_cancelled_ones(store: Store) -> None:
+    add(store, 1, 2)
+    assert all(tasks(store).cancel(["order-1", "order-2"]))
+    add(store, 3, wait_us=-1)
+    taken = [store.take(), store.take()]
+    assert [len(each.rows) for each in taken] == [1, 2]
+    assert StoreEntry.decoded(taken[0].rows[0].entry).task_id == "order-3"
+
+
 def test_a_cancelled_task_whose_broker_is_away_stays_unlisted(store: Store) -> None:
     add(store, 1)
     tasks(store).cancel(["order-1"])
