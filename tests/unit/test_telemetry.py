@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from weakref import ReferenceType
 
 import pytest
 from celery import Celery, signals
@@ -37,7 +38,11 @@ SIGNALS = (
 
 
 def receivers() -> list[int]:
-    return [len(signal.receivers) for signal in SIGNALS]
+    """How many receivers each signal has, without those of another test that are gone."""
+    return [
+        sum(not isinstance(each, ReferenceType) or each() is not None for _, each in found.receivers)
+        for found in SIGNALS
+    ]
 
 
 def lines_in(folder: Path) -> list[dict[str, Any]]:
