@@ -39,10 +39,11 @@ SIGNALS = (
 
 def receivers() -> list[int]:
     """How many receivers each signal has, without those of another test that are gone."""
-    return [
-        sum(not isinstance(each, ReferenceType) or each() is not None for _, each in found.receivers)
-        for found in SIGNALS
-    ]
+    return [sum(map(_lives, (each for _, each in found.receivers))) for found in SIGNALS]
+
+
+def _lives(receiver: Any) -> bool:
+    return not isinstance(receiver, ReferenceType) or receiver() is not None
 
 
 def lines_in(folder: Path) -> list[dict[str, Any]]:
