@@ -21,18 +21,19 @@ from .group import (
     table,
     yes_option,
 )
+from .waiting import all_of
 
 _HEADINGS = ("name", "mode", "by", "since", "until", "held")
 
-_task = click.argument("task", metavar="TASK")
-_key = click.option("--key", help="Only tasks with this key of a rate, debounce or unique.")
-_search = click.option("-s", "--search", default="", help="Only tasks that match, as in `ls`.")
+_named = all_of(
+    click.argument("task", metavar="TASK"),
+    click.option("--key", help="Only tasks with this key of a rate, debounce or unique."),
+    click.option("-s", "--search", default="", help="Only tasks that match, as in `ls`."),
+)
 
 
 @command(name="hold")
-@_task
-@_key
-@_search
+@_named
 @click.option("--for", "seconds", type=Duration(), help="Such as 2h. Without it, until `release`.")
 @as_json_option
 def hold(ctx: click.Context, as_json: bool, **chosen: Any) -> None:
@@ -45,9 +46,7 @@ def hold(ctx: click.Context, as_json: bool, **chosen: Any) -> None:
 
 
 @command(name="drop")
-@_task
-@_key
-@_search
+@_named
 @yes_option
 @as_json_option
 def drop(ctx: click.Context, as_json: bool, force: bool, **chosen: Any) -> None:
@@ -62,9 +61,7 @@ def drop(ctx: click.Context, as_json: bool, force: bool, **chosen: Any) -> None:
 
 
 @command(name="release")
-@_task
-@_key
-@_search
+@_named
 @click.option("--rate", help='Let go so many tasks, such as "50/s". Without it, all at once.')
 @as_json_option
 def release(ctx: click.Context, as_json: bool, **chosen: Any) -> None:

@@ -46,11 +46,11 @@ def task_id(value: str) -> str:
     return value
 
 
-def _all(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+def all_of(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
     return lambda function: reduce(lambda made, option: option(made), reversed(options), function)
 
 
-_filters = _all(
+_filters = all_of(
     click.option(
         "-s",
         "--search",
@@ -69,7 +69,7 @@ _filters = _all(
     click.option("--until", type=Moment(), metavar="DURATION|TIME", help="Due before this time."),
 )
 
-_chosen = _all(
+_chosen = all_of(
     click.argument("ids", nargs=-1, type=task_id, metavar="[ID]..."),
     _filters,
     yes_option,

@@ -56,7 +56,7 @@ end
 return found
 """
 
-#: KEYS due, messages, ids, perhaps refusals. ARGV first name and end of the names of each range.
+#: KEYS due, messages, ids, refusals. ARGV first name and end of the names of each range.
 #: Returns name, due time or '', entry and refusal or '' of each message with such a name.
 FIND = """
 local call, found = redis.call, {}
@@ -67,7 +67,7 @@ for at = 1, #ARGV, 2 do
             found[#found + 1] = name
             found[#found + 1] = call('ZSCORE', KEYS[1], name) or ''
             found[#found + 1] = entry
-            found[#found + 1] = KEYS[4] and call('HGET', KEYS[4], name) or ''
+            found[#found + 1] = call('HGET', KEYS[4], name) or ''
         end
     end
 end
@@ -96,9 +96,7 @@ class RedisTasks(WaitingTasks):
         self._delays = delays
         self._client = rows.client
         self._due, self._messages, ids = rows.keys.all[:3]
-        # A Redis broker does not keep why it refused a task.
-        refusals = [rows.keys.refusals] if hasattr(rows.keys, "refusals") else []
-        self._found_in = [self._due, self._messages, ids, *refusals]
+        self._found_in = [self._due, self._messages, ids, rows.keys.refusals]
         self._find = self._client.register_script(FIND)
         self._counts = self._client.register_script(COUNTS)
         self._search = self._client.register_script(SEARCH)
