@@ -15,6 +15,9 @@ from .errors import DelayTooLong, InvalidDueTime
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
 
+#: A thousand years. The transport checks the longest delay when the message is published.
+LONGEST_COUNTDOWN_SECONDS = 1000 * 365.25 * 86400
+
 
 def due_us(eta: datetime | str) -> int:
     """Convert an ETA (a datetime or ISO 8601 text) to microseconds since the epoch.

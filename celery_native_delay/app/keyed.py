@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
 from billiard.exceptions import SoftTimeLimitExceeded
 from celery import Task, states, uuid
@@ -21,26 +21,34 @@ from celery.result import AsyncResult, EagerResult
 from celery.utils.log import get_logger
 
 from ..due_time import due_us
-from ..durations import duration
-from ..errors import CannotDelay, InvalidDueTime, described
+from ..errors import CannotDelay, described
 from ..keyed import rules
 from ..keyed.record import CALLS, HEADER, Mark, name_of
 from ..keyed.records import KeyRecords, publish_under
 from ..keyed.rules import Seen, Step
 from ..now import time_ns
-from ..rates.declared import Debounce, DeclaredKey, Throttle, Unique
+from ..rates.declared import (
+    Debounce,
+    DeclaredKey,
+    Edge,
+    Throttle,
+    Unique,
+    Until,
+    check_collect,
+    check_word,
+    microseconds,
+    periods_us,
+)
 from ..records.publishing import Collect, publishing
 from ..store.entry import StoreEntry
 from ..texts import is_text
-from ..transports.aliases import LONGEST_COUNTDOWN_SECONDS, delay_headers
+from ..transports.aliases import delay_headers
 from .broker import ask_on_a_connection
 from .installation import delaying_channel, installation_of
 from .updating import arguments_of, check_signature, with_arguments
 
 logger = get_logger(__name__)
 
-Edge: TypeAlias = Literal["leading", "trailing", "both"]
-Until: TypeAlias = Literal["start", "end"]
 KeyKind: TypeAlias = Literal["debounce", "throttle", "throttle-trailing", "unique"]
 
 #: A function of ``keyed/rules.py`` that takes a key's stored state and the new task's id.
@@ -87,20 +95,12 @@ class KeyedCalls:
                 set. Nothing was sent.
         """
         mark = _mark_of("debounce", signature, key)
-        quiet_us = _microseconds("seconds", seconds)
-        longest_us = None
-        if max_wait_seconds is not None:
-            longest_us = _microseconds("max_wait_seconds", max_wait_seconds)
-            if longest_us < quiet_us:
-                raise InvalidDueTime(
-                    f"expected max_wait_seconds of at least {seconds=}, got {max_wait_seconds!r}"
-                )
+        quiet_us, longest_us = periods_us(seconds, max_wait_seconds)
         _refuse_times(signature)
         call = partial(rules.debounce, quiet_us=quiet_us, longest_us=longest_us)
         if collect is None:
             return self._publish(mark, call, signature, announce=announce)
-        if type(collect) is not int or not 2 <= collect <= 1000:
-            raise ValueError(f"expected collect to be a number from 2 to 1000, got {collect!r}")
+        check_collect(collect)
         call = partial(call, most_calls=collect, call_id=uuid())
         its_call, merge = _collecting(self._app, signature), partial(_collected, self._app)
         return self._publish(mark, call, its_call, announce=announce, collect=merge)
@@ -130,8 +130,8 @@ class KeyedCalls:
             call's task. The field *created* of the result is true if this call sent a task. The
             field *replaced* is as in :meth:`debounce`.
         """
-        window_us = _microseconds("seconds", seconds)
-        _check_word("edge", edge, Edge)
+        window_us = microseconds("seconds", seconds)
+        check_word("edge", edge, Edge)
         _refuse_times(signature)
         if edge == "both" and signature.options.get("task_id") is not None:
             raise TypeError(
@@ -171,7 +171,7 @@ class KeyedCalls:
             call sent the task.
         """
         mark = _mark_of("unique", signature, key, until)
-        _check_word("until", until, Until)
+        check_word("until", until, Until)
         options = signature.options
         if countdown is None and eta is None:
             countdown, eta = options.get("countdown"), options.get("eta")
@@ -185,7 +185,7 @@ class KeyedCalls:
 
     def _standing_id(self, kind: KeyKind, task: str, key: str) -> str | None:
         """Return the id of the last task with this key, which may have run already."""
-        _check_word("kind", kind, KeyKind)
+        check_word("kind", kind, KeyKind)
         _check_key(key)
         seen: Seen = self._ask_keys(lambda records: records.read(name_of(kind, task, key)))
         return None if seen.record is None else seen.record.id
@@ -363,22 +363,6 @@ def _check_key(key: object) -> str:
             f"surrogates, for example by key.encode(errors='replace').decode()"
         )
     return key
-
-
-def _microseconds(name: str, seconds: object) -> int:
-    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-    if not (is_number and 0 < seconds <= LONGEST_COUNTDOWN_SECONDS):  # type: ignore[operator]
-        longest = duration(LONGEST_COUNTDOWN_SECONDS)
-        raise InvalidDueTime(
-            f"expected {name} to be a number above 0, of at most {longest}, got {seconds!r}"
-        )
-    return round(seconds * 1_000_000)  # type: ignore[operator]
-
-
-def _check_word(name: str, value: object, words: Any) -> None:
-    known = get_args(words)
-    if value not in known:
-        raise ValueError(f"expected {name} to be {' or '.join(map(repr, known))}, got {value!r}")
 
 
 def _refuse_times(signature: Signature) -> None:

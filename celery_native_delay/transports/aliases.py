@@ -13,7 +13,7 @@ from typing import Any
 
 from kombu import transport
 
-from ..due_time import check_countdown, due_us
+from ..due_time import LONGEST_COUNTDOWN_SECONDS, check_countdown, due_us
 from ..errors import InvalidDueTime, SettingsError, UnsupportedBroker
 from ..now import utc_now
 from ..settings import DelaySettings
@@ -243,7 +243,3 @@ def delay_headers(
     assert eta is not None
     due_us(eta)
     return {"eta": eta if isinstance(eta, str) else eta.isoformat()}
-
-
-#: A thousand years. The transport checks the longest delay when the message is published.
-LONGEST_COUNTDOWN_SECONDS = 1000 * 365.25 * 86400

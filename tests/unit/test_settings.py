@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from dataclasses import FrozenInstanceError, replace
 from typing import Any
 
 import pytest
 
-from celery_native_delay import DelaySettings, SettingsError
+from celery_native_delay import Debounce, DelaySettings, SettingsError, Throttle, Unique
 from celery_native_delay.settings import _FORMER, InstallKeywords, check_settings, setting_names
 
 STORE = (
@@ -43,6 +44,24 @@ def test_a_wrong_url_is_refused_without_showing_its_password(name: str) -> None:
     with pytest.raises(SettingsError, match=r"got 'sentinel://ada:.*@host/0'") as refused:
         check_settings({name: "sentinel://ada:secret@host/0"})
     assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "declare",
+    [
+        lambda: Debounce(key="user", seconds=0),
+        lambda: Debounce(key="user", seconds=5, max_wait_seconds=4),
+        lambda: Debounce(key="user", seconds=5, collect=1),
+        lambda: Throttle(key="user", seconds="5"),  # type: ignore[arg-type]
+        lambda: Throttle(key="user", seconds=5, edge="first"),  # type: ignore[arg-type]
+        lambda: Unique(key="user", until="now"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_wrong_key_is_refused_where_it_is_declared_not_at_the_first_call(
+    declare: Callable[[], object],
+) -> None:
+    with pytest.raises(ValueError, match=r"expected \w+ (to be|of at least) .*got "):
+        declare()
 
 
 def test_the_default_levels_reach_eight_and_a_half_years() -> None:
