@@ -3,7 +3,7 @@
 A task matches if all words match, case-insensitively. The fields are ``name``, ``queue``,
 ``key``, ``args``, ``kwargs``, ``id`` (the task id, also called ``uuid``), ``root`` (Celery's
 ``root_id``) and ``run`` (of Spark). ``kwargs:order=7`` matches if the keyword argument ``order`` is
-exactly 7.
+exactly 7, and ``run:night`` if this is the whole name of the run.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class Word:
 
     If *field* is "", any attribute may contain *value*. Upper and lower case are equal. If *field*
     is "kwargs", *value* may be ``name=value``: the keyword argument must have exactly this value.
+    A "run" must have exactly this name: who cancels ``run:night`` does not mean ``nightly``.
     """
 
     field: str
@@ -54,7 +55,8 @@ class Word:
         if self._is_pair:
             key, _, value = wanted.partition("=")
             return (key.strip(), value.strip()) in _pairs(task.kwargs)
-        return wanted in getattr(task, self.field).lower()
+        found = getattr(task, self.field).lower()
+        return wanted == found if self.field == "run" else wanted in found
 
     @property
     def needle(self) -> str:

@@ -109,7 +109,7 @@ def test_the_airflow_example_may_be_retried(
     before = {each.due for each in Delay(app).ls("run:reminders-2026-11-20")}
     names: dict[str, Any] = {"app": app}
     exec(only("spark-run").text, names)
-    assert {each.due for each in Delay(app).ls("run:reminders")} == {
+    assert {each.due for each in Delay(app).ls("run:reminders-2026-11-20")} == {
         due + timedelta(hours=1) for due in before
     }
     status = names["run"].status()

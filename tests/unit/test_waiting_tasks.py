@@ -117,6 +117,13 @@ def test_a_search_finds_a_task_if_each_word_alone_finds_it(words: list[str]) -> 
     assert together is all(Query.parse(word).matches(task()) for word in words)
 
 
+def test_a_search_for_a_run_finds_no_run_with_a_longer_name() -> None:
+    """Else who cancels the tasks of ``run:nightly-2`` would cancel those of ``nightly-20``."""
+    found = [Query.parse("run:nightly-2").matches(task(run=f"nightly-{day}")) for day in (2, 20)]
+    assert found == [True, False]
+    assert Query.parse('run:"Two words"').matches(task(run="two words"))
+
+
 def test_a_range_of_due_times_includes_its_begin_and_not_its_end() -> None:
     query = Query().due_within(100 * SECOND_US, 101 * SECOND_US)
     assert [query.matches(task(due_us=at * SECOND_US)) for at in (99, 100, 101)] == [
