@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 from celery import Celery
@@ -19,7 +20,7 @@ from tests.acceptance.worker import fleet_on
 from tests.brokers import on_one_version
 from tests.hanging import hung
 
-RUNS = ("nightly-1", "nightly-2", f"<b>{HOSTILE}</b>")
+RUNS = ("nightly-1", "nightly-2", f'<b>"{HOSTILE}</b>')
 
 ROW = "#runs-table tbody tr[id='run-nightly-1']"
 
@@ -79,8 +80,10 @@ def test_the_page_counts_moves_and_cancels_runs(
     page = RunsPage(chrome, flower, None)
     page.lists(len(RUNS))
     page.wait(lambda: page.row() == ["nightly-1", "note", "6", "5", "1", "5", "0", ""])
-    shown = [row.text for row in chrome.find_elements(By.CSS_SELECTOR, "#runs-table td a")]
-    assert f"<b>{SHOWN}</b>" in shown
+    links = chrome.find_elements(By.CSS_SELECTOR, "#runs-table td a[href*='search=run']")
+    hrefs = {link.text: str(link.get_attribute("href")) for link in links}
+    (search,) = parse_qs(urlsplit(hrefs[f'<b>"{SHOWN}</b>']).query)["search"]
+    assert Delay(app).count(search) == 7
 
     before = Delay(app).ls('run:"nightly-1"')[0].due
     page.click(f"{ROW} [data-change=reschedule]")

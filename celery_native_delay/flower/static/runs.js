@@ -29,8 +29,8 @@
     }
 
     function link(run_id) {
-        return '<a href="' + page.dataset.delays + "?" + $.param({search: 'run:"' + run_id + '"'}) + '">' +
-            isolated(run_id) + "</a>";
+        var search = 'run:"' + run_id.replace(/["\\]/g, "\\$&") + '"';
+        return '<a href="' + page.dataset.delays + "?" + $.param({search: search}) + '">' + isolated(run_id) + "</a>";
     }
 
     function button(verb, text, kind, run) {
