@@ -166,7 +166,7 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
             with suppress(NoStore):
                 self._holding.begin(
                     schedule_records(channel, settings),
-                    c.timer,
+                    c,
                     patience_seconds=settings.store_timeout_seconds,
                 )
         except (NativeDelayError, *c.connection.channel_errors) as exc:

@@ -35,6 +35,9 @@ _AGAIN_SECONDS = 0.2
 #: Returns the result of a call that asks the store, or raises its error or that of a time limit.
 _Within: TypeAlias = Callable[[Callable[[], list[str | None]]], list[str | None]]
 
+#: The event that each worker sends when other holds begin to count, with a list ``holds``.
+EVENT = "delay-holds"
+
 _beside_consumer = Within(2.0, name="native-delay-holds")
 
 
@@ -48,19 +51,21 @@ class Holding:
         """*keys_of* returns the keys of a task's rate limits."""
         self._keys_of = keys_of
         self._state: Records | None = None
+        self._consumer: Any = None
         self._holds: tuple[Hold, ...] = ()
+        self._sent: tuple[Hold, ...] = ()
         self._read_at = 0.0
         self._is_away = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="native-delay-holds")
         self._look: Future[None] | None = None
 
-    def begin(self, state: Records, timer: Any, *, patience_seconds: float) -> None:
+    def begin(self, state: Records, consumer: Any, *, patience_seconds: float) -> None:
         """Read the holds now and then every 3 s. Call this again after each reconnect.
 
         A worker that boots waits for its first answer up to *patience_seconds*: else it would start
         held tasks. It does not wait longer, as tasks that nobody holds must run.
         """
-        self._state = state
+        self._state, self._consumer = state, consumer
         self._read(in_time if self._read_at else _patiently(patience_seconds))
         if not self._read_at:
             logger.critical(
@@ -68,7 +73,8 @@ class Holding:
                 "until it answers, the worker starts held tasks, too",
                 patience_seconds,
             )
-        timer.call_repeatedly(LOOK_SECONDS, self._look_beside)
+        self._send_event()
+        consumer.timer.call_repeatedly(LOOK_SECONDS, self._look_beside)
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -119,6 +125,7 @@ class Holding:
     # --- reading -----------------------------------------------------------------------------
 
     def _look_beside(self) -> None:
+        self._send_event()
         if self._look is None or self._look.done():
             self._look = self._thread.submit(self._read, _beside_consumer)
 
@@ -144,6 +151,16 @@ class Holding:
             self._holds = holds
             self._read_at = asked_at
             self._is_away = False
+
+    def _send_event(self) -> None:
+        """Send what is held or dropped, in the consumer's thread, if others are than before."""
+        dispatcher, holds = self._consumer.event_dispatcher, self._holds
+        if holds == self._sent or dispatcher is None or not dispatcher.enabled:
+            return
+        self._sent = holds
+        told = [{"name": each.name, "mode": each.mode, "by": each.by} for each in holds]
+        # send() would drop our group if `enable_events` named only Celery's groups.
+        dispatcher.publish(EVENT, {"holds": told}, dispatcher.producer)
 
 
 def _told(holds: Sequence[Hold]) -> str:

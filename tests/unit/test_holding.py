@@ -26,6 +26,7 @@ from celery_native_delay.records.interface import RecordName
 from celery_native_delay.records.waiting import ALL, HELD, Held
 from celery_native_delay.worker.arrival import AWAY_US, Announce, Arrival, WaitUntil
 from celery_native_delay.worker.holding import _OLD_SECONDS, Holding
+from tests.waiting import wait_until
 
 NOW_US = 1_795_176_000_000_000
 HOUR_US = 3_600_000_000
@@ -64,6 +65,11 @@ def test_holds_survive_their_text_and_a_later_version_is_refused() -> None:
         decoded("2\n[]")
 
 
+CONSUMER = SimpleNamespace(
+    timer=SimpleNamespace(call_repeatedly=lambda *_: None), event_dispatcher=None
+)
+
+
 class State:
     def __init__(self, *holds: Hold) -> None:
         self.holds = holds
@@ -79,8 +85,7 @@ class State:
 
 def gate(*holds: Hold, keys: tuple[str, ...] = ()) -> tuple[Holding, State]:
     state, made = State(*holds), Holding(lambda arrival: keys)
-    timer = SimpleNamespace(call_repeatedly=lambda *_: None)
-    made.begin(state, timer, patience_seconds=9)  # type: ignore[arg-type]
+    made.begin(state, CONSUMER, patience_seconds=9)  # type: ignore[arg-type]
     return made, state
 
 
@@ -173,9 +178,8 @@ def test_while_the_store_is_away_known_holds_stay_on_and_this_is_told_once(
 ) -> None:
     hold, state = gate(HOLD)
     state.away = math.inf
-    timer = SimpleNamespace(call_repeatedly=lambda *_: None)
     for _ in range(2):
-        hold.begin(state, timer, patience_seconds=9)  # type: ignore[arg-type]
+        hold.begin(state, CONSUMER, patience_seconds=9)  # type: ignore[arg-type]
     ruling = hold(arrival())
     assert isinstance(ruling, WaitUntil)
     assert (ruling.due_us, ruling.in_broker) == (NOW_US + AWAY_US, True)
@@ -187,7 +191,7 @@ def test_while_the_store_is_away_known_holds_stay_on_and_this_is_told_once(
         ),
     ]
     state.away = False
-    hold.begin(state, timer, patience_seconds=9)  # type: ignore[arg-type]
+    hold.begin(state, CONSUMER, patience_seconds=9)  # type: ignore[arg-type]
     assert isinstance(hold(arrival()), WaitUntil)
 
 
@@ -197,8 +201,30 @@ def test_a_worker_that_boots_waits_for_the_holds_and_says_loudly_if_they_stay_un
 ) -> None:
     made, state = Holding(lambda arrival: ()), State(HOLD)
     state.away = away
-    timer = SimpleNamespace(call_repeatedly=lambda *_: None)
     patience_seconds = 60 if away == 2 else 0.3
-    made.begin(state, timer, patience_seconds=patience_seconds)  # type: ignore[arg-type]
+    made.begin(state, CONSUMER, patience_seconds=patience_seconds)  # type: ignore[arg-type]
     assert isinstance(made(arrival()), WaitUntil) is (away == 2)
     assert ("this worker knows no holds" in caplog.text) is (away > 2)
+
+
+def test_a_worker_sends_an_event_when_other_holds_count() -> None:
+    sent: list[Any] = []
+    dispatcher = SimpleNamespace(
+        enabled=True, producer=None, publish=lambda event, fields, _: sent.append((event, fields))
+    )
+    looks: list[Any] = []
+    timer = SimpleNamespace(call_repeatedly=lambda _, look: looks.append(look))
+    made, state = Holding(lambda arrival: ()), State(HOLD)
+    consumer = SimpleNamespace(timer=timer, event_dispatcher=dispatcher)
+    made.begin(state, consumer, patience_seconds=9)  # type: ignore[arg-type]
+    fields = {"holds": [{"name": "shop.*", "mode": "hold", "by": "ada@web1"}]}
+    assert sent == [("delay-holds", fields)]
+    state.holds = ()
+
+    def looked() -> bool:
+        looks[0]()
+        return len(sent) == 2
+
+    wait_until(looked)
+    assert sent[1:] == [("delay-holds", {"holds": []})]
+    made.close()
