@@ -113,8 +113,8 @@ class DelaySettings:
     fused_bits: int = 15
     declare: bool = True
     """If off, workers and producers declare, bind and delete nothing on RabbitMQ, and raise
-    ``NotDeclared`` if a queue or exchange is missing. `celery -A PROJ delay declare`, run as a user
-    who may, then declares all. Default: True."""
+    ``NotDeclared`` if a queue or exchange is missing. Then run `celery -A PROJ delay declare` as a
+    user who may. Default: True."""
     landing: tuple[str, ...] = ()
     """Names of exchanges to which consumers without this package bind queues, and of queues that
     may be full and then refuse messages. A due message for one of these goes to a queue of this
@@ -141,7 +141,7 @@ class DelaySettings:
     """Names of the tasks that run a single time, with ``*`` for any text: a second delivery of the
     same task and retry is acknowledged and not run. Needs a store. A dict such as
     ``{"billing.*": 30, "*": 1}`` also says for how many days a success is remembered. The first
-    name that fits counts. Default: none; the days of a name without them are 7."""
+    name that fits counts. Default: none. A name without days gets 7."""
     store_transactions: bool = True
     """If on, and the store is Django's database, a task that is sent in ``transaction.atomic`` is
     sent if, and only if, the transaction commits. Default: True."""
