@@ -143,8 +143,8 @@ class DelaySettings:
     ``{"billing.*": 30, "*": 1}`` also says for how many days a success is remembered. The first
     name that fits counts. Default: none. A name without days gets 7."""
     store_transactions: bool = True
-    """If on, and the store is Django's database, a task that is sent in ``transaction.atomic`` is
-    sent if, and only if, the transaction commits. Default: True."""
+    """A task in ``transaction.atomic`` is sent if, and only if, the transaction commits. Needs
+    Django's database as the store. If off, it is sent at once. Default: True."""
     store_timeout_seconds: float = 5.0
     """Seconds in which the store must answer a producer or a command. Otherwise they raise
     ``StoreUnavailable``. Default: 5."""
@@ -170,8 +170,8 @@ class DelaySettings:
     schedule of the worker that started last is valid. True is lower than any release. Default:
     False."""
     schedules_catch_up: Literal["one", "none", "all"] = "one"
-    """Number of runs of a periodic task for its due times that passed while no worker ran: "one",
-    "none", or "all" (at most 100). Default: "one"."""
+    """Late runs of a periodic task after a time in which no worker ran: "one", "none", or "all"
+    that were missed (at most 100). Default: "one"."""
 
     def __post_init__(self) -> None:
         for name in ("landing", "rates", "store_tasks", "once", "keys"):
