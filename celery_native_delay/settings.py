@@ -170,8 +170,8 @@ class DelaySettings:
     schedule of the worker that started last is valid. True is lower than any release. Default:
     False."""
     schedules_catch_up: Literal["one", "none", "all"] = "one"
-    """Late runs of a periodic task after a time in which no worker ran: "one", "none", or "all"
-    that were missed (at most 100). Default: "one"."""
+    """If no worker ran for a while, how often a missed periodic task runs late: "one", "none" or
+    "all" times, at most 100. Default: "one"."""
 
     def __post_init__(self) -> None:
         for name in ("landing", "rates", "store_tasks", "once", "keys"):
