@@ -210,7 +210,6 @@ def conclude(ways: dict[str, Way], rounds: int) -> Result:
     result.targets += [
         Target("FanOut.send() : by hand", rate["fan out"] / rate["hand"], "≥", 3),
         Target("FanOut.send() into PostgreSQL", rate["store fan out"], "≥", 15_000, "rows/s"),
-        Target("FanOut's Spark part alone", rate["encode"], "≥", 150_000, "rows/s"),
     ]
     return result
 

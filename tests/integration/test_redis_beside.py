@@ -191,7 +191,7 @@ def test_a_full_redis_takes_no_task_and_lets_waiting_ones_go(server: ServerName)
         assert tasks(store).cancel(["order-3"])[0]
         broker = Broker()
         broker.refuses.add("order-2")
-        assert dispatched(store, broker) == ["order-3", "order-1"]
+        assert dispatched(store, broker) == ["order-1", "order-3"]
         assert tasks(store).move(["order-2"], lambda task: None)[0]
         assert dispatched(store) == ["order-2"]
         assert listed(store) == ["order-4"]
