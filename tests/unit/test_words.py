@@ -96,7 +96,7 @@ def test_the_glossary_has_few_words_each_once() -> None:
         r"^```\{glossary\}\n(.*?)^```", GLOSSARY.read_text(), re.MULTILINE | re.DOTALL
     )
     entries = block.strip().split("\n\n")
-    found = [re.fullmatch(r"(\w.*)\n    .*\n    Why a word: .*", entry) for entry in entries]
+    found = [re.fullmatch(r"(\w.*)\n    .*\n    Why: .*", entry) for entry in entries]
     assert [entry for entry, match in zip(entries, found, strict=True) if match is None] == []
     defined = [match[1] for match in found if match]
     assert 5 < len(defined) < 15
