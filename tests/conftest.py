@@ -7,14 +7,16 @@ import signal
 import tempfile
 import warnings
 from collections.abc import Callable, Generator, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from amqp.exceptions import InternalError
 from celery import _state, signals
 from hypothesis import HealthCheck, settings
+from kombu import Connection, Queue
 
 from celery_native_delay.testing import (
     PrivateRabbitMQ,
@@ -179,11 +181,25 @@ def vhost_url(rabbitmq: PrivateRabbitMQ) -> Iterator[str]:
     rabbitmq.delete_vhost(vhost_name(url))
 
 
+def declares_quorum_queues(url: str) -> bool:
+    """False after a fault of RabbitMQ 3.10 in its Raft log, which a restart mends."""
+    queue = Queue("probe", queue_arguments={"x-queue-type": "quorum"})
+    with suppress(InternalError), Connection(url) as connection:
+        bound = queue(connection.default_channel)
+        bound.declare()
+        bound.delete()
+        return True
+    return False
+
+
 @pytest.fixture
 def mortal_url(mortal_rabbitmq: PrivateRabbitMQ) -> Iterator[str]:
     """The URL of an empty virtual host on a running RabbitMQ that this test may kill."""
     mortal_rabbitmq.start()
     url = mortal_rabbitmq.new_vhost()
+    if not declares_quorum_queues(url):
+        mortal_rabbitmq.kill()
+        mortal_rabbitmq.start()
     yield url
     mortal_rabbitmq.start()
     mortal_rabbitmq.delete_vhost(vhost_name(url))
