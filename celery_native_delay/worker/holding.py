@@ -53,7 +53,7 @@ class Holding:
         self._state: Records | None = None
         self._consumer: Any = None
         self._holds: tuple[Hold, ...] = ()
-        self._sent: tuple[Hold, ...] = ()
+        self._sent: list[dict[str, str]] = []
         self._read_at = 0.0
         self._is_away = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="native-delay-holds")
@@ -153,14 +153,15 @@ class Holding:
             self._is_away = False
 
     def _send_event(self) -> None:
-        """Send what is held or dropped, in the consumer's thread, if others are than before."""
-        dispatcher, holds = self._consumer.event_dispatcher, self._holds
-        if holds == self._sent or dispatcher is None or not dispatcher.enabled:
+        """Send the list of holds and drops as an event, if it changed since the last event."""
+        dispatcher = self._consumer.event_dispatcher
+        # A release also notes in its hold how far it came, which is no news.
+        told = [{"name": each.name, "mode": each.mode, "by": each.by} for each in self._holds]
+        if told == self._sent or dispatcher is None or not dispatcher.enabled:
             return
-        self._sent = holds
-        told = [{"name": each.name, "mode": each.mode, "by": each.by} for each in holds]
         # send() would drop our group if `enable_events` named only Celery's groups.
         dispatcher.publish(EVENT, {"holds": told}, dispatcher.producer)
+        self._sent = told
 
 
 def _told(holds: Sequence[Hold]) -> str:
@@ -168,7 +169,7 @@ def _told(holds: Sequence[Hold]) -> str:
 
 
 def _patiently(seconds: float) -> _Within:
-    """Repeat a call that fails for so many seconds: a store may start with its workers."""
+    """Make a failed call again, for so many seconds: workers may start before their store."""
     end, within = monotonic() + seconds, Within(seconds, name="native-delay-holds")
 
     def repeated(call: Callable[[], list[str | None]]) -> list[str | None]:

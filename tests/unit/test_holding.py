@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -219,6 +220,10 @@ def test_a_worker_sends_an_event_when_other_holds_count() -> None:
     made.begin(state, consumer, patience_seconds=9)  # type: ignore[arg-type]
     fields = {"holds": [{"name": "shop.*", "mode": "hold", "by": "ada@web1"}]}
     assert sent == [("delay-holds", fields)]
+    state.holds = (replace(HOLD, next_us=NOW_US),)
+    wait_until(lambda: looks[0]() or made._holds == state.holds)
+    looks[0]()
+    assert len(sent) == 1, "a release that goes on is no news"
     state.holds = ()
 
     def looked() -> bool:
