@@ -88,7 +88,7 @@ class Run:
             InvalidFanOut: the run is unknown.
         """
         return self._ask(
-            lambda channel, settings: _status(channel, settings, self._record(channel, settings))
+            lambda channel, settings: _counted(channel, settings, self._record(channel, settings))
         )
 
     def cancel(self) -> None:
@@ -169,12 +169,14 @@ class Run:
 def runs_of(app: Celery, limit: int, *, counts: bool = True) -> list[RunStatus]:
     """Return up to *limit* runs of an app, those with the latest tasks first.
 
-    Without *counts*, no waiting tasks are counted, which reads all of them once for each run.
+    *counts* reads all waiting tasks once for each run; without it, their number is None.
     """
 
     def looked(channel: Any, settings: DelaySettings) -> list[RunStatus]:
         found = latest_runs(channel.records(settings), limit)
-        return [_status(channel, settings, record, counts=counts) for record in found]
+        if not counts:
+            return [_status(record) for record in found]
+        return [_counted(channel, settings, record) for record in found]
 
     return ask_broker(app, looked)
 
@@ -231,12 +233,13 @@ def _on_records(app: Celery, call: Callable[[Records, DelaySettings], T]) -> T |
     return ask_broker(app, lambda channel, chosen: call(channel.records(chosen), chosen))
 
 
-def _status(
-    channel: Any, settings: DelaySettings, record: RunRecord, *, counts: bool = True
-) -> RunStatus:
+def _counted(channel: Any, settings: DelaySettings, record: RunRecord) -> RunStatus:
     with closing(channel.waiting_tasks(settings)) as found:
-        lists_all = counts and found.note_elsewhere is None
-        waiting = found.count(Query(run=record.run_id)) if lists_all else None
+        lists_all = found.note_elsewhere is None
+        return _status(record, found.count(Query(run=record.run_id)) if lists_all else None)
+
+
+def _status(record: RunRecord, waiting: int | None = None) -> RunStatus:
     return RunStatus(
         run_id=record.run_id,
         task=record.task,

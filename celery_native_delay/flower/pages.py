@@ -151,11 +151,15 @@ class Summary(Shared):
             "error": None,
         }
         try:
-            if await self.asking.delay(lambda _: runs_of(self.capp, 1, counts=False)):
-                self.application.linked.add("runs")
+            if "runs" not in self.application.linked:
+                await self._link_runs()
             return found | await self.asking.delay(_numbers)
         except NoStore as exc:
             return found | {"error": str(exc)}
+
+    async def _link_runs(self) -> None:
+        if await self.asking.delay(lambda _: runs_of(self.capp, 1, counts=False)):
+            self.application.linked.add("runs")
 
 
 class LinesHandler(Shared):

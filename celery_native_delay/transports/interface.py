@@ -209,7 +209,7 @@ class ParkedTask:
 
 @dataclass(frozen=True)
 class Told:
-    """What a command tells: *facts* for ``--json``, *sentences* for people, and the problems."""
+    """The report of a command: *facts* for ``--json``, *sentences* for people, and problems."""
 
     facts: Mapping[str, Any]
     sentences: Sequence[str]
@@ -269,7 +269,7 @@ class AdminPart(ABC):
 
     @abstractmethod
     def status(self) -> Told:
-        """Tell the numbers of waiting and parked (undeliverable) messages, and what they show."""
+        """Count the waiting and the parked (undeliverable) messages, and report problems."""
 
     @abstractmethod
     def backlog(self) -> Backlog:

@@ -1,4 +1,4 @@
-"""Fixtures: fleets of workers and producers on the brokers of tests/conftest.py."""
+"""Fixtures: fleets of workers and producers on the brokers of tests/conftest.py, and a browser."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from selenium.webdriver import Chrome
 
+from celery_native_delay.testing import PrivateRedis, private_redis
+from tests.acceptance.flower import browser
 from tests.acceptance.worker import FEW_LEVELS, Fleet, fleet_on
 
 
@@ -17,3 +20,17 @@ def fleet(vhost_url: str, tmp_path: Path) -> Iterator[Fleet]:
         vhost_url, tmp_path, native_delay_levels=FEW_LEVELS, native_delay_fused_bits=0
     ) as fleet:
         yield fleet
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[PrivateRedis]:
+    """A Redis that the tests of one module share, and may hang."""
+    with private_redis() as redis:
+        yield redis
+
+
+@pytest.fixture(scope="module")
+def chrome() -> Iterator[Chrome]:
+    """A browser that the tests of one module share."""
+    with browser() as chrome:
+        yield chrome

@@ -13,8 +13,8 @@ from selenium.webdriver import Chrome
 from selenium.webdriver.common.by import By
 
 from celery_native_delay import Delay
-from celery_native_delay.testing import PrivateRedis, private_redis
-from tests.acceptance.flower import DelaysPage, FlowerProcess, browser, flowers_on
+from celery_native_delay.testing import PrivateRedis
+from tests.acceptance.flower import DelaysPage, FlowerProcess, flowers_on
 from tests.acceptance.test_flower_page import HOSTILE, SHOWN, phone, raw_in
 from tests.acceptance.worker import fleet_on
 from tests.brokers import on_one_version
@@ -54,12 +54,6 @@ def fill_rate_queues(app: Celery) -> None:
 
 
 @pytest.fixture(scope="module")
-def redis() -> Iterator[PrivateRedis]:
-    with private_redis() as redis:
-        yield redis
-
-
-@pytest.fixture(scope="module")
 def app(redis: PrivateRedis, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Celery]:
     with fleet_on(redis.url, tmp_path_factory.mktemp("lines"), native_delay_rates=RATES) as fleet:
         app = fleet.app()
@@ -75,12 +69,6 @@ def flower(app: Celery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fl
         flowers_on(fleet) as flowers,
     ):
         yield flowers.start(user="admin:secret", prefix="ops/flower")
-
-
-@pytest.fixture(scope="module")
-def chrome() -> Iterator[Chrome]:
-    with browser() as chrome:
-        yield chrome
 
 
 def test_the_page_lists_finds_and_sorts_the_queues_of_rates(

@@ -12,8 +12,8 @@ from selenium.webdriver import Chrome
 from selenium.webdriver.common.by import By
 
 from celery_native_delay import Delay, Run
-from celery_native_delay.testing import PrivateRedis, private_redis
-from tests.acceptance.flower import DelaysPage, FlowerProcess, browser, flowers_on
+from celery_native_delay.testing import PrivateRedis
+from tests.acceptance.flower import DelaysPage, FlowerProcess, flowers_on
 from tests.acceptance.test_flower_page import HOSTILE, SHOWN, phone
 from tests.acceptance.test_runs import send
 from tests.acceptance.worker import fleet_on
@@ -44,12 +44,6 @@ class RunsPage(DelaysPage):
 
 
 @pytest.fixture(scope="module")
-def redis() -> Iterator[PrivateRedis]:
-    with private_redis() as redis:
-        yield redis
-
-
-@pytest.fixture(scope="module")
 def app(redis: PrivateRedis, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Celery]:
     with fleet_on(redis.url, tmp_path_factory.mktemp("runs")) as fleet:
         app = fleet.app()
@@ -63,12 +57,6 @@ def flower(app: Celery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fl
     folder = tmp_path_factory.mktemp("flower")
     with fleet_on(app.conf.broker_url, folder) as fleet, flowers_on(fleet) as flowers:
         yield flowers.start(user="admin:secret", prefix="ops/flower")
-
-
-@pytest.fixture(scope="module")
-def chrome() -> Iterator[Chrome]:
-    with browser() as chrome:
-        yield chrome
 
 
 def test_the_page_counts_moves_and_cancels_runs(

@@ -14,8 +14,8 @@ from selenium.webdriver.common.by import By
 
 from celery_native_delay import Delay
 from celery_native_delay.app.schedules import Scheduled, Schedules
-from celery_native_delay.testing import PrivateRedis, private_redis
-from tests.acceptance.flower import DelaysPage, FlowerProcess, browser, flowers_on
+from celery_native_delay.testing import PrivateRedis
+from tests.acceptance.flower import DelaysPage, FlowerProcess, flowers_on
 from tests.acceptance.test_flower_page import HOSTILE, SHOWN, phone, raw_in
 from tests.acceptance.worker import fleet_on
 from tests.brokers import on_one_version
@@ -86,12 +86,6 @@ class SchedulesPage(DelaysPage):
 
 
 @pytest.fixture(scope="module")
-def redis() -> Iterator[PrivateRedis]:
-    with private_redis() as redis:
-        yield redis
-
-
-@pytest.fixture(scope="module")
 def app(redis: PrivateRedis, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Celery]:
     with fleet_on(redis.url, tmp_path_factory.mktemp("entries"), **CONF) as fleet:
         app = fleet.app()
@@ -104,12 +98,6 @@ def flower(app: Celery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fl
     folder = tmp_path_factory.mktemp("flower")
     with fleet_on(app.conf.broker_url, folder, **CONF) as fleet, flowers_on(fleet) as flowers:
         yield flowers.start(user="admin:secret", prefix="ops/flower")
-
-
-@pytest.fixture(scope="module")
-def chrome() -> Iterator[Chrome]:
-    with browser() as chrome:
-        yield chrome
 
 
 def entry_of(app: Celery, name: str) -> Scheduled:
