@@ -119,20 +119,20 @@ class DelaySettings:
     """Names of exchanges to which consumers without this package bind queues, and of queues that
     may be full and then refuse messages. A due message for one of these goes to a queue of this
     package, which dead-letters the message there. A full queue then delays only its own tasks. A
-    name with ``*``, for any characters, is of queues only. Default: none."""
+    name with ``*``, for any characters, means only queues. Default: none."""
     management_url: str | None = None
     """URL of RabbitMQ's management API, ``http://user:password@host:15672``. Only ``doctor``,
-    ``verify``, ``status`` and a worker's check of policies read this API. Default: None, the
-    broker's host and credentials, with port 15672."""
+    ``verify``, ``status`` and a worker's check of policies read this API. Default: None, which
+    means the broker's host, user and password, and port 15672."""
 
     store: str | None = None
     """URL of a Redis, such as ``redis://host/1``, or SQLAlchemy URL of a database, such as
-    ``postgresql+psycopg://host/shop``, in which tasks wait instead of in the broker. There they can
-    be listed, cancelled and rescheduled. ``django`` is the default database of a Django project,
-    and ``django:other`` another one. With ``?native_delay_prefix=shop_delay_`` in the URL of a
-    database, the names of the tables begin with ``shop_delay_``. Default: None. RabbitMQ, SQS and
-    pgmq then delay tasks by themselves, Redis and ``sqla+…`` brokers are their own store, and with
-    other brokers tasks wait in the worker's memory, as in Celery."""
+    ``postgresql+psycopg://host/shop``, in which tasks wait instead of in the broker. ``django`` is
+    the default database of a Django project, ``django:other`` another one. With
+    ``?native_delay_prefix=shop_delay_`` in the URL of a database, the names of its tables begin
+    with ``shop_delay_``. Default: None. RabbitMQ, SQS and pgmq then delay tasks themselves, Redis
+    and ``sqla+…`` brokers are their own store. With other brokers, tasks wait in the worker's
+    memory, as in Celery."""
     store_tasks: tuple[str, ...] = ("*",)
     """Names of the tasks that wait in the store, with ``*`` for any text. Other tasks wait in the
     broker. Tasks with a key or a rate limit, and periodic tasks, always wait in the store.
@@ -150,11 +150,11 @@ class DelaySettings:
     ``StoreUnavailable``. Default: 5."""
 
     telemetry: str | None = None
-    """Folder for telemetry. Every process of a worker writes one line of JSON when a task starts,
-    and one line when the task ends. Default: None, no telemetry."""
+    """Folder for telemetry. Every process of a worker writes a line of JSON when a task starts, and
+    one when it ends. Default: None, no telemetry."""
     rates: Mapping[str, AnyRate | Sequence[AnyRate]] | tuple[tuple[str, tuple[Rate, ...]], ...] = ()
     """Rate limits by task name, such as ``{"shop.call_api": Rate("100/m", key="tenant")}`` or
-    ``{"shop.call_api": ["10/s", "5000/d"]}``. Tasks beyond a rate limit wait in the broker.
+    ``{"shop.call_api": ["10/s", "5000/d"]}``. Tasks beyond a rate limit wait in the store.
     Default: none."""
 
     keys: Mapping[str, DeclaredKey] | tuple[tuple[str, DeclaredKey], ...] = ()
@@ -166,9 +166,8 @@ class DelaySettings:
     """If on, periodic tasks such as those of ``beat_schedule`` are delayed tasks, and no ``celery
     beat`` is needed. Needs *store* beside RabbitMQ, SQS and pgmq. Instead of True, you can give the
     release of the app's ``beat_schedule``: a number, or a date such as ``"2026-11-23"``. If workers
-    have different schedules, the schedule of the highest release is valid. Of equal releases, the
-    schedule of the worker that started last is valid. True is lower than any release. Default:
-    False."""
+    have different schedules, the highest release decides; of equal ones, the worker that started
+    last. True is lower than any release. Default: False."""
     schedules_catch_up: Literal["one", "none", "all"] = "one"
     """If no worker ran for a while, how often a missed periodic task runs late: "one", "none" or
     "all" times, at most 100. Default: "one"."""
