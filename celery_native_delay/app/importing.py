@@ -18,7 +18,8 @@ from ..due_time import due_us
 from ..errors import NativeDelayError, SettingsError, described, why
 from ..schedules.entry import ScheduleEntry, Unreadable
 from ..urls import is_redis_url, without_password
-from .schedules import Schedules, entry_or_why
+from .beat import entry_or_why
+from .schedules import Schedules
 
 
 class Imported(NamedTuple):

@@ -61,7 +61,7 @@ def install(app: App, **settings: Unpack[InstallKeywords]) -> App:
         real.send_task = installation.send_task
         real._task_from_fun = partial(task_from_fun, installation)
         drop_pools(real)
-        from . import idle_beat  # noqa: F401  connects its signal
+        from . import beat  # noqa: F401  connects its signal
     elif installation.keywords | settings != installation.keywords:
         drop_pools(real)  # whose connections have the earlier settings
     installation.keywords |= settings

@@ -12,12 +12,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from billiard.exceptions import SoftTimeLimitExceeded
 from celery import Task, uuid
-from celery.backends.base import DisabledBackend
-from celery.beat import PersistentScheduler, Scheduler, _evaluate_entry_args, _evaluate_entry_kwargs
+from celery.beat import _evaluate_entry_args, _evaluate_entry_kwargs
 from celery.schedules import maybe_schedule
-from celery.utils.imports import load_extension_class_names, symbol_by_name
 from celery.utils.log import get_logger
-from celery.utils.time import maybe_make_aware
 from kombu.exceptions import OperationalError
 
 from ..errors import (
@@ -30,7 +27,7 @@ from ..errors import (
 from ..now import moment, time_ns
 from ..records.interface import Change, RecordName, Records, Snapshot, tried_again
 from ..records.publishing import RecordedPublish, publishing
-from ..schedules.entry import ScheduleEntry, Unreadable, parsed
+from ..schedules.entry import ScheduleEntry, parsed
 from ..schedules.release import GONE_US, Release, Rival, rivalled, taken_over
 from ..schedules.state import (
     BEAT_TASK,
@@ -52,6 +49,7 @@ from ..schedules.state import (
 from ..settings import DelaySettings
 from ..texts import is_text
 from ..transports.interface import without_store
+from .beat import SettingsScheduler, entry_or_why, scheduler_class
 from .installation import ask_broker, delaying_channel, installed
 
 logger = get_logger(__name__)
@@ -68,40 +66,6 @@ def schedule_records(channel: Any, settings: DelaySettings) -> Records:
         raise without_store(channel)
     found: Records = channel.records(settings)
     return found
-
-
-def scheduler_class(app: Any) -> Any:
-    """Return a class that reads all entries of the scheduler in the setting ``beat_scheduler``.
-
-    Raises SettingsError if the class cannot be imported, or if its entries cannot all be read.
-    """
-    named = app.conf.beat_scheduler
-    try:
-        chosen = symbol_by_name(named, aliases=dict(load_extension_class_names(_SCHEDULERS)))
-    except SoftTimeLimitExceeded:
-        raise
-    except Exception as exc:  # of the user's modules, too
-        raise SettingsError(
-            f"expected beat_scheduler to name the class of a scheduler, got {named!r}: "
-            f"{described(exc)}"
-        ) from exc
-    for each in chosen.__mro__:
-        if each.__module__.partition(".")[0] in _UNREADABLE:
-            raise SettingsError(
-                f"expected a beat_scheduler whose entries can be read at any time, got {named!r}: "
-                f"{each.__qualname__} lists only due entries, or none. Move these entries to "
-                f"beat_schedule, or remove this setting and import them once (`delay schedules "
-                f"import redbeat`), or run its beat and remove native_delay_schedules"
-            )
-    # The scheduler of plain Celery also writes a file, which only beat needs.
-    return _Settings if issubclass(chosen, PersistentScheduler) else _reading_all(chosen)
-
-
-#: The entry points by which Celery finds the short names of schedulers, such as ``django``.
-_SCHEDULERS = "celery.beat_schedulers"
-
-#: Packages whose scheduler keeps its entries in Redis, and not in the attribute ``schedule``.
-_UNREADABLE = ("redbeat", "redisbeat")
 
 
 class Scheduled(NamedTuple):
@@ -405,7 +369,7 @@ class Schedules:
 
     def note_run(self, name: str) -> None:
         """Count an entry's run in the beat scheduler's database, such as django-celery-beat's."""
-        if name not in self._entries or type(self._scheduler) is _Settings:
+        if name not in self._entries or type(self._scheduler) is SettingsScheduler:
             return
         entry = self._scheduler.schedule.get(name)
         if entry is None:
@@ -467,7 +431,7 @@ class Schedules:
                 max_interval=self._app.conf.beat_max_loop_interval,
                 lazy=False,
             )
-        elif type(self._scheduler) is _Settings:
+        elif type(self._scheduler) is SettingsScheduler:
             return self._entries  # the entries of Celery's settings stay the same
         found = dict(self._scheduler.schedule)
         zone = self._app.timezone
@@ -693,72 +657,3 @@ def _has_celerys_apply_async(task: Any) -> bool:
 
 def _removed(snapshot: Snapshot) -> Change[None]:
     return Change(None, 0, None, replaces=bool(snapshot.messages))
-
-
-def _reading_all(kind: Any) -> Any:
-    """Return a subclass of a django-celery-beat scheduler that reads all enabled entries.
-
-    The scheduler of django-celery-beat 2.8 or later reads only crontabs for the hours near now.
-    """
-    if not hasattr(kind, "enabled_models_qs"):
-        return kind
-    return type(
-        kind.__name__, (kind,), {"enabled_models_qs": lambda self: self.Model.objects.enabled()}
-    )
-
-
-class _Settings(Scheduler):  # type: ignore[misc]
-    """Reads the entries of Celery's settings; an entry that Celery refuses leaves the others."""
-
-    def install_default_entries(self, data: Any) -> None:
-        if not isinstance(self.app.backend, DisabledBackend):  # it has no results to clean up
-            super().install_default_entries(data)
-
-    def merge_inplace(self, b: Any) -> None:
-        for name, fields in b.items():
-            try:
-                self.schedule[name] = self._maybe_entry(name, fields)
-            except SoftTimeLimitExceeded:
-                raise
-            except Exception as exc:
-                self.schedule[name] = exc
-
-
-def entry_or_why(name: str, found: Any, zone: Any) -> ScheduleEntry:
-    """Return an entry of a scheduler; if it cannot be read, an entry that says why."""
-    try:
-        if isinstance(found, Exception):
-            raise found
-        entry = _entry(name, found, zone)
-        _ = entry.text
-    except SoftTimeLimitExceeded:
-        raise
-    except Exception as exc:
-        task = str(getattr(found, "task", "?"))
-        return ScheduleEntry(name, task, Unreadable(why(exc)), zone)
-    return entry
-
-
-def _entry(name: str, found: Any, zone: Any) -> ScheduleEntry:
-    model = getattr(found, "model", None)  # of django-celery-beat
-    starts, ends = getattr(model, "start_time", None), getattr(model, "expires", None)
-    return ScheduleEntry(
-        name,
-        found.task,
-        found.schedule,
-        getattr(found.schedule, "tz", None) or zone,
-        list(found.args or ()),
-        dict(found.kwargs or {}),
-        dict(found.options or {}),
-        starts and round(maybe_make_aware(starts).timestamp() * 1_000_000),
-        ends and round(maybe_make_aware(ends).timestamp() * 1_000_000),
-        bool(getattr(model, "one_off", False)),
-        _armed(model),
-    )
-
-
-def _armed(model: Any) -> str | None:
-    """Return a text that changes if a user of django-celery-beat enables a one-off entry again."""
-    if not getattr(model, "one_off", False) or not hasattr(model, "refresh_from_db"):
-        return None
-    return None if model.total_run_count else f"{model.pk} {model.last_run_at}"

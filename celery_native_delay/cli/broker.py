@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ..texts import printable, table
 from .group import (
     as_json_option,
     broker,
@@ -21,10 +22,8 @@ from .group import (
     limit_option,
     local,
     print_json,
-    printable,
     say,
     show,
-    table,
     yes_option,
 )
 

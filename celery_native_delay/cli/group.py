@@ -17,9 +17,6 @@ from typing import TYPE_CHECKING, Any
 import click
 from celery.bin.base import LOG_LEVEL, CeleryCommand, handle_preload_options
 
-from ..texts import printable as printable
-from ..texts import table as table
-
 if TYPE_CHECKING:
     from ..app.delay import Delay
     from ..app.holds import Progress

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from ..texts import printable, table
 from .group import (
     Duration,
     as_json_option,
@@ -15,10 +16,8 @@ from .group import (
     delay_of,
     local,
     print_json,
-    printable,
     progress_bar,
     say,
-    table,
     yes_option,
 )
 from .waiting import all_of

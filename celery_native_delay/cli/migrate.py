@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ..texts import printable, table
 from .group import (
     as_json_option,
     command,
     confirm,
     print_json,
-    printable,
     reachable,
-    table,
     yes_option,
 )
 

@@ -6,7 +6,15 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 
-from .group import Duration, as_json_option, command, fitting_connection, say, settings, table
+from ..texts import table
+from .group import (
+    Duration,
+    as_json_option,
+    command,
+    fitting_connection,
+    say,
+    settings,
+)
 
 if TYPE_CHECKING:
     from ..transports.rabbitmq.topology import Topology

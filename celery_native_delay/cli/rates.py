@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .group import as_json_option, command, installed_settings, limit_option, say, table
+from ..texts import table
+from .group import (
+    as_json_option,
+    command,
+    installed_settings,
+    limit_option,
+    say,
+)
 
 if TYPE_CHECKING:
     from ..rates.line import RateLine

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from ..texts import table
 from .group import (
     Duration,
     as_json_option,
@@ -13,7 +14,6 @@ from .group import (
     limit_option,
     local,
     say,
-    table,
     yes_option,
 )
 

@@ -9,7 +9,17 @@ from typing import Any
 
 import click
 
-from .group import Json, as_json_option, command, confirm, delay_of, local, say, table, yes_option
+from ..texts import table
+from .group import (
+    Json,
+    as_json_option,
+    command,
+    confirm,
+    delay_of,
+    local,
+    say,
+    yes_option,
+)
 
 _HEADINGS = ("name", "task", "schedule", "last run", "next due", "runs", "from")
 

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ..texts import printable
 from .group import (
     as_json_option,
     command,
     confirm,
-    printable,
     reachable,
     say,
     yes_option,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from ..texts import printable, table
 from .group import (
     Duration,
     Json,
@@ -22,10 +23,8 @@ from .group import (
     limit_option,
     local,
     print_json,
-    printable,
     progress_bar,
     say,
-    table,
     yes_option,
 )
 

@@ -14,10 +14,11 @@ import click
 from celery import bootsteps
 from celery.worker.consumer.tasks import Tasks
 
+from ..app.beat import scheduler_class
 from ..app.delay import adopt_rates
 from ..app.installation import installation_of, keep_celerys_own_off
 from ..app.retrying import teach_tasks
-from ..app.schedules import schedule_records, scheduler_class
+from ..app.schedules import schedule_records
 from ..errors import NativeDelayError, NoStore, SettingsError, StoreUnavailable, described
 from ..settings import DelaySettings
 from ..transports.interface import Promoter, Wait, WorkerPart, lines_of

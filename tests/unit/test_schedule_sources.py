@@ -9,7 +9,7 @@ from celery import Celery
 from celery.beat import Scheduler
 
 from celery_native_delay import SettingsError, install
-from celery_native_delay.app import schedules
+from celery_native_delay.app import beat
 from celery_native_delay.app.schedules import Schedules
 
 
@@ -47,7 +47,7 @@ def test_a_scheduler_is_named_by_its_entry_point_as_for_celerys_beat(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     points = (("shop", f"{__name__}:OwnScheduler"),)
-    monkeypatch.setattr(schedules, "load_extension_class_names", lambda _: points)
+    monkeypatch.setattr(beat, "load_extension_class_names", lambda _: points)
     assert [*Schedules(app_with("shop"))._read_entries()] == ["own"]
 
 
