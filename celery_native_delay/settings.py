@@ -147,7 +147,9 @@ class DelaySettings:
     Django's database as the store. If off, it is sent at once. Default: True."""
     store_timeout_seconds: float = 5.0
     """Seconds in which the store must answer a producer or a command. Otherwise they raise
-    ``StoreUnavailable``. Default: 5."""
+    ``StoreUnavailable``. ``Delay(app)`` waits as long for each answer of Redis or RabbitMQ as the
+    broker, then raises ``OperationalError``; ``broker_transport_options`` may say otherwise.
+    Default: 5."""
 
     telemetry: str | None = None
     """Folder for telemetry. Every process of a worker writes a line of JSON when a task starts, and

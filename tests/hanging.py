@@ -7,12 +7,12 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from celery_native_delay.testing import PrivateRedis
+from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis
 from tests.postgresql import PrivatePostgreSQL
 
 
 @contextmanager
-def hung(server: PrivateRedis | PrivatePostgreSQL) -> Iterator[None]:
+def hung(server: PrivateRedis | PrivatePostgreSQL | PrivateRabbitMQ) -> Iterator[None]:
     """Stop all processes of a server (SIGSTOP) in a ``with`` block."""
     # Each backend of PostgreSQL has a process group of its own.
     groups = server.processes() if isinstance(server, PrivatePostgreSQL) else [server.pid]

@@ -8,12 +8,13 @@ from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from celery.utils.imports import symbol_by_name
+from kombu import pools
 from kombu.exceptions import OperationalError
 from kombu.transport import TRANSPORT_ALIASES
 
 from ..errors import UnsupportedBroker
 from ..settings import DelaySettings
-from ..transports.aliases import OPTION, needs_store, transport_of
+from ..transports.aliases import OPTION, needs_store, settings_from_option, transport_of
 from ..urls import without_password
 
 _WAY_TO_STORE = (
@@ -80,19 +81,60 @@ def unconnected(app: Any) -> Any:
     return connection
 
 
+#: The transport options that limit the time for an answer, by kombu's driver type.
+_TIMEOUTS = {
+    "amqp": ("read_timeout", "write_timeout"),
+    "redis": ("socket_timeout", "socket_connect_timeout"),
+}
+
+#: A single broker that has kept us waiting for so many seconds is not tried a second time.
+_SLOW_SECONDS = 1.0
+
+
+def answer_limits(connection: Any) -> dict[str, float]:
+    """Return transport options that give a broker ``native_delay_store_timeout_seconds``.
+
+    Without such options, kombu waits for ever for an answer of a Redis or RabbitMQ that hangs.
+    """
+    option = (connection.transport_options or {}).get(OPTION)
+    names = _TIMEOUTS.get(connection.get_transport_cls().driver_type, ())
+    return dict.fromkeys(names, settings_from_option(option or True).store_timeout_seconds)
+
+
+def bounded_connection(app: Any) -> Any:
+    """Make a connection with :func:`answer_limits`, where the app's own options set none."""
+    connection = app.connection_for_write()
+    own = connection.transport_options or {}
+    connection.transport_options = answer_limits(connection) | own
+    return connection
+
+
+@contextmanager
+def bounded(app: Any) -> Iterator[Any]:
+    """Yield a :func:`bounded_connection`, from a pool of such connections."""
+    _ = app.pool  # sets the limit of all pools
+    with pools.connections[bounded_connection(app)].acquire(block=True) as connection:
+        yield connection
+
+
 def opened(app: Any, connection: Any) -> Any:
     """Open *connection*; while the broker is away, return one that is enough to ask the store.
 
     Raises OperationalError if the app has no such connection.
     """
     try:
-        connection.ensure_connection(max_retries=1, interval_start=0)
+        _open(connection)
     except OperationalError:
         alone = unconnected(app)
         if alone is None:
             raise
         return alone
     return connection
+
+
+def _open(connection: Any) -> None:
+    timeout = None if connection.alt[1:] else _SLOW_SECONDS
+    connection.ensure_connection(max_retries=1, interval_start=0, timeout=timeout)
 
 
 def reach(app: Any) -> None:
@@ -118,14 +160,18 @@ def ask_on_a_connection(app: Any, question: Callable[[Any], T]) -> T:
 
 
 def _ask_connected(app: Any, question: Callable[[Any], T]) -> T:
-    with app.connection_or_acquire() as connection:
+    with bounded(app) as connection:
         for last_try in (False, True):
             try:
-                connection.ensure_connection(max_retries=1, interval_start=0)
+                _open(connection)
                 return question(connection)
             except connection.recoverable_connection_errors as exc:
+                connection.collect()
+                # redis-py has a class of its own for the builtin TimeoutError.
+                if type(exc).__name__ == TimeoutError.__name__:
+                    said = f"{exc}: it gave no answer in time, and may yet do what was asked"
+                    raise OperationalError(said) from exc
                 # A pooled connection notices a restarted broker only when it is used.
                 if last_try:
                     raise OperationalError(str(exc)) from exc
-                connection.collect()
     raise AssertionError("unreachable")

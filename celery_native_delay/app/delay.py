@@ -13,6 +13,7 @@ from typing import Any, TypeAlias, TypeVar, overload
 from celery import Celery, Task
 from celery.canvas import Signature
 from celery.result import AsyncResult
+from kombu.exceptions import OperationalError
 
 from ..due_time import check_due, due_us
 from ..errors import (
@@ -76,9 +77,9 @@ class Delay(HoldCalls, KeyedCalls):
     store.
 
     Every method raises :class:`~celery_native_delay.StoreUnavailable` if the waiting tasks cannot
-    be read, and kombu's ``OperationalError`` if the app cannot connect to the broker. Methods that
-    change a task return an :class:`~celery_native_delay.Outcome`, which is truthy if the change was
-    made.
+    be read, and kombu's ``OperationalError`` if the app cannot connect to the broker, or gets no
+    answer in time. Methods that change a task return an :class:`~celery_native_delay.Outcome`,
+    which is truthy if the change was made.
     """
 
     def __init__(self, app: Celery) -> None:
@@ -501,12 +502,12 @@ class Delay(HoldCalls, KeyedCalls):
 
         try:
             return self._ask(rest)
-        except StoreUnavailable as exc:
+        except (StoreUnavailable, OperationalError) as exc:
             if not outcomes:
                 raise
             done = sum(map(bool, outcomes))
             number = f"at least {done:,} of {len(ids):,}"  # the step that failed may be done, too
-            raise StoreUnavailable(f"{number} were changed; then {exc}") from exc
+            raise type(exc)(f"{number} were changed; then {exc}") from exc
 
     def _ask(self, question: Callable[[WaitingTasks], T]) -> T:
         def ask(channel: Any, settings: DelaySettings) -> T:

@@ -26,9 +26,9 @@ from ..now import time_ns
 from ..schedules.state import EXPIRED, MISSED
 from ..settings import DRAIN, DelaySettings
 from ..transports.interface import lines_of
-from .broker import unconnected
+from .broker import bounded_connection, unconnected
 from .delay import Delay
-from .installation import admin_part, bounded_connection, installed
+from .installation import admin_part, installed
 from .schedules import Scheduled, Schedules
 
 #: Bytes that the check of the telemetry folder writes.

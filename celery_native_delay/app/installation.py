@@ -399,25 +399,6 @@ def _unless_installed(original: Any) -> Any:
     return detect_quorum_queues
 
 
-#: Time limit for each answer of a broker that is checked, in seconds.
-TIMEOUT_SECONDS = 5.0
-
-#: Transport options with the time limit. py-amqp uses the first two, redis-py uses the others.
-_BOUNDED = {
-    "read_timeout": TIMEOUT_SECONDS,
-    "write_timeout": TIMEOUT_SECONDS,
-    "socket_timeout": TIMEOUT_SECONDS,
-    "socket_connect_timeout": TIMEOUT_SECONDS,
-}
-
-
-def bounded_connection(app: Any) -> Any:
-    """Make a broker connection with a timeout of 5 s for each answer."""
-    return app.connection_for_write(
-        connect_timeout=TIMEOUT_SECONDS, transport_options=dict(_BOUNDED)
-    )
-
-
 def admin_part(app: Any, connection: Any) -> AdminPart:
     """Return an ``AdminPart``, through which ``delay`` commands use the app's broker."""
     channel, settings = delaying_channel(app, connection)

@@ -18,6 +18,7 @@ from ..rates.line import Asked, Line, places_in
 from ..rates.rate import Rate
 from ..rates.retry_after import RETRIED_FOR_SECONDS, RetryAfter
 from ..records.waiting import PLACE
+from .broker import bounded
 from .installation import Installation, delaying_channel
 from .transactions import join_on_commit
 
@@ -95,7 +96,7 @@ def _retrying(installation: Installation, task: Any, run: Callable[..., Any]) ->
 def _hold(app: Any, task: str, limit: Asked, seconds: float, headers: dict[str, Any]) -> None:
     """Pause the tasks of a rate limit and key; write the retried task's place into *headers*."""
     try:
-        with app.connection_or_acquire() as connection:
+        with bounded(app) as connection:
             channel, settings = delaying_channel(app, connection)
             with closing(channel.lines(settings)) as lines:
                 place = lines.change(limit, partial(Line.hold, wait_us=round(seconds * 1_000_000)))

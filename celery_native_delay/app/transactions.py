@@ -17,7 +17,7 @@ from ..settings import DelaySettings
 from ..store import joined
 from ..store.interface import Store
 from ..texts import storable
-from .broker import unconnected
+from .broker import bounded, unconnected
 from .installation import delaying_channel, installation_of, is_in_clock
 
 
@@ -60,7 +60,7 @@ def in_transaction(app: Any, session: Any, *, once: bool = False) -> Iterator[No
 def store_of_app(app: Any) -> Store:
     """Return the store of an app. Raises NoStore."""
     alone = unconnected(app)
-    with nullcontext(alone) if alone is not None else app.connection_or_acquire() as connection:
+    with nullcontext(alone) if alone is not None else bounded(app) as connection:
         channel, _ = delaying_channel(app, connection)
         store: Store = channel.needed_store
     return store

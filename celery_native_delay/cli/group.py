@@ -193,7 +193,8 @@ def installed_settings(ctx: click.Context, *, raises_if_unsupported: bool = True
     """
     from celery import _state
 
-    from ..app.installation import TIMEOUT_SECONDS, installation_of, installed
+    from ..app.broker import answer_limits
+    from ..app.installation import installation_of, installed
 
     app = ctx.obj.app
     if app is _state.default_app and installation_of(app) is None:
@@ -209,9 +210,10 @@ def installed_settings(ctx: click.Context, *, raises_if_unsupported: bool = True
             "native_delay_enabled is off in this app: to list, cancel and deliver waiting tasks, "
             'set native_delay_enabled = "drain"'
         )
-    if app.connection_for_write().transport.driver_type == "redis":  # kombu would wait for ever
-        bounded = dict.fromkeys(("socket_timeout", "socket_connect_timeout"), TIMEOUT_SECONDS)
-        app.conf.broker_transport_options = bounded | (app.conf.broker_transport_options or {})
+    connection = app.connection_for_write()
+    if connection.transport.driver_type == "redis":  # RabbitMQ may need minutes to purge a queue
+        limits = answer_limits(connection) | (app.conf.broker_transport_options or {})
+        app.conf.broker_transport_options = limits
     return chosen
 
 

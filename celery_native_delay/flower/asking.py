@@ -11,7 +11,7 @@ from typing import TypeVar
 from celery import Celery
 from kombu.exceptions import OperationalError
 
-from ..app.broker import opened
+from ..app.broker import bounded, opened
 from ..app.delay import Delay
 from ..app.installation import admin_part, installed
 from ..durations import duration
@@ -47,7 +47,7 @@ class Asking:
         """Call the function *question* with the broker's :class:`AdminPart` in a thread."""
 
         def asked() -> T:
-            with self.app.connection_or_acquire() as connection:
+            with bounded(self.app) as connection:
                 return question(admin_part(self.app, opened(self.app, connection)))
 
         return await self._ask(asked, self._broker, within_seconds)

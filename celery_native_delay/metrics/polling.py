@@ -11,9 +11,9 @@ from typing import Any
 from celery import Celery
 from celery.utils.log import get_logger
 
-from ..app.broker import opened
+from ..app.broker import bounded_connection, opened
 from ..app.delay import Delay
-from ..app.installation import TIMEOUT_SECONDS, admin_part, bounded_connection, delaying_channel
+from ..app.installation import admin_part, delaying_channel
 from ..app.schedules import Scheduled, Schedules
 from ..errors import NativeDelayError, described
 from ..rates.line import RateLine
@@ -24,7 +24,7 @@ from ..transports.interface import Backlog
 logger = get_logger(__name__)
 
 #: If the next reading is late by this many seconds, the last reading is dropped.
-PATIENCE_SECONDS = 2 * TIMEOUT_SECONDS
+PATIENCE_SECONDS = 10.0
 
 #: The largest number of lines to read. A line is the waiting tasks with the same rate and key.
 MOST_LINES = 10_000

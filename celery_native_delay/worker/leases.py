@@ -17,6 +17,7 @@ from typing import Any
 from billiard.exceptions import SoftTimeLimitExceeded
 from celery.utils.log import get_logger
 
+from ..app.broker import bounded_connection
 from ..app.keyed import key_records
 from ..errors import StoreUnavailable, described, errors_ignored
 from ..keyed import rules
@@ -225,7 +226,7 @@ class Leases:
         with self._connecting:
             if self._records is not None:
                 return self._records, False
-            connection = self._app.connection_for_write()
+            connection = bounded_connection(self._app)
             try:
                 connection.ensure_connection(max_retries=1)
                 records = key_records(self._app, connection)

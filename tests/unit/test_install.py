@@ -26,6 +26,7 @@ from celery_native_delay import (
     UnsupportedBroker,
     install,
 )
+from celery_native_delay.app.broker import bounded_connection
 from celery_native_delay.app.control import RevokesWaiting
 from celery_native_delay.app.install import BOOTSTEP
 from celery_native_delay.app.installation import installation_of, keep_celerys_own_off
@@ -565,3 +566,11 @@ def test_redis_through_a_foreign_transport_class_is_refused() -> None:
     app.conf.broker_transport = "kombu.transport.redis:Transport"
     with pytest.raises(UnsupportedBroker, match="starts with redis://, rediss://"):
         app.connection_for_write()
+
+
+def test_the_users_own_timeouts_have_precedence() -> None:
+    app = install(Celery(broker="redis://127.0.0.1:1", set_as_current=False))
+    app.conf.broker_transport_options = {"socket_timeout": 60}
+    options = bounded_connection(app).transport_options
+    assert (options["socket_timeout"], options["socket_connect_timeout"]) == (60, 5)
+    assert "socket_connect_timeout" not in app.connection_for_write().transport_options

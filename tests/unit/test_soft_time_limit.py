@@ -41,7 +41,8 @@ def connect() -> None:
 
 
 def hold() -> None:
-    retrying._hold(SimpleNamespace(connection_or_acquire=interrupted), "t", None, 1, {})  # type: ignore[arg-type]
+    app = SimpleNamespace(pool=None, connection_for_write=interrupted)
+    retrying._hold(app, "t", None, 1, {})  # type: ignore[arg-type]
 
 
 def revoke() -> None:
