@@ -170,8 +170,10 @@ class InlineAttendant(Attendant):
     def put_back(self, wait: Wait, done: Callable[[], Any], instead: Callable[[], Any]) -> bool:
         return not self._put_back([Task(wait, done, instead)])
 
-    def stop(self, *, timeout_seconds: float = 5.0) -> None:
+    def stop(self) -> None:
         self._disconnect()
+
+    def join(self, timeout: float | None = None) -> None: ...
 
 
 class InlineScheduling(Scheduling):

@@ -106,11 +106,10 @@ class Attendant(Thread):
         self._next_look = monotonic()
         self._tasks.put(None)
 
-    def stop(self, *, timeout_seconds: float = 5.0) -> None:
-        """End the thread. The broker redelivers the remaining messages."""
+    def stop(self) -> None:
+        """Make the thread end soon. The broker redelivers the remaining messages."""
         self._stopping.set()
         self._tasks.put(None)
-        self.join(timeout_seconds)
 
     # --- the thread ----------------------------------------------------------------------
 

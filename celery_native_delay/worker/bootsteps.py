@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from threading import Thread
+from time import monotonic
 from typing import Any, TypeVar
 
 import celery.worker.consumer.delayed_delivery
@@ -37,6 +38,9 @@ from .unique import Unique
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+#: Seconds in which all threads of a worker that stops can end what they do.
+_LAST_SECONDS = 5.0
 
 # Workers decide here about Celery's own delayed delivery. ``worker.consumer.tasks`` calls the same
 # function to choose the QoS mode, and must go on doing so.
@@ -212,17 +216,19 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         self._tallying.stop()
 
     def shutdown(self, c: Any) -> None:
+        end = monotonic() + _LAST_SECONDS
+        for loop in (self._attendant, self._promoter):
+            if loop is not None:
+                loop.stop()
         for part in (self._scheduling, self._holding, self._waker, self._rated):
             if part is not None:
                 part.close()
         self._tallying.shutdown()
         if self._telemetry is not None:
             self._telemetry.disconnect()
-        for thread in (self._attendant, self._promoter):
+        for thread in (self._attendant, self._promoting):
             if thread is not None:
-                thread.stop()
-        if self._promoting is not None:
-            self._promoting.join(5.0)
+                thread.join(max(0.0, end - monotonic()))
 
 
 def _check_records(app: Any, settings: DelaySettings) -> None:
