@@ -24,7 +24,10 @@ import os, time, django
 from celery import Celery
 from django.conf import settings
 settings.configure(
-    DATABASES={"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": "site.db"}},
+    # SQLite ends a transaction at once that reads first and then meets another writer, and
+    # django-celery-beat begins each save like that; as "IMMEDIATE" it waits for the other.
+    DATABASES={"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": "site.db",
+                           "OPTIONS": {"timeout": 60, "transaction_mode": "IMMEDIATE"}}},
     INSTALLED_APPS=["django_celery_beat"],
     USE_TZ=True,
     TIME_ZONE="Europe/Berlin",

@@ -305,11 +305,10 @@ def test_held_tasks_are_sent_on_the_next_connection(broker: Broker) -> None:
 
 
 def test_a_batch_ends_its_threads(unread_app: Celery) -> None:
-    def threads() -> set[threading.Thread]:
-        return {each for each in threading.enumerate() if each.name.startswith("native-delay")}
+    def sends_in_time() -> bool:
+        return "native-delay-bulk" in {each.name for each in threading.enumerate()}
 
-    before = threads()
     with bulk(unread_app) as batch:
         batch.send("shop.remind", countdown=1)
-        assert threads() - before
-    wait_until(lambda: threads() <= before)
+        assert sends_in_time()
+    wait_until(lambda: not sends_in_time())

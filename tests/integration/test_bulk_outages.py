@@ -185,7 +185,9 @@ def test_a_changed_password_ends_the_wait_for_confirms(
             begun = monotonic()
         assert monotonic() - begun < longest_seconds / 2
         result = batch.result
-        assert result.sent == result.confirmed + len(result.in_doubt) == 11
+        # A broker that closes connections may refuse what it has not stored.
+        assert result.sent == 11
+        assert result.confirmed + len(result.in_doubt) + len(result.refused) == 11
         assert result.in_doubt
     finally:
         ctl("set_vm_memory_high_watermark", "0.4")
