@@ -31,7 +31,7 @@ from tests import sockets
 from tests.brokers import MORTAL, ON_RABBITMQS, in_ci, installed_rabbitmq
 from tests.given_rabbitmq import given_rabbitmq
 from tests.rabbitmqs import private_rabbitmq
-from tests.scheduling import broker_of, rank_of, scope_of
+from tests.scheduling import broker_of, ranks_of, scope_of
 from tests.waiting import SLOWNESS
 
 sockets.watch_sockets()
@@ -134,7 +134,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             seconds = float(marker.args[0] if marker else config.getini("timeout"))
             item.add_marker(pytest.mark.timeout(seconds * SLOWNESS), append=False)
     if "PYTEST_XDIST_WORKER" in os.environ:
-        items.sort(key=lambda item: rank_of(item.nodeid))
+        ranks = ranks_of(item.nodeid for item in items)
+        items.sort(key=lambda item: ranks[item.nodeid])
 
 
 @pytest.fixture(scope="session", params=ON_RABBITMQS)

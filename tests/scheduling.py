@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Iterable
 
 #: Tests of mortal_rabbitmq: starting it takes seconds.
 _MORTAL = re.compile(r"conformance/|test_(window|isolation|faults)|integration/test_bulk")
@@ -23,10 +25,12 @@ _ORDER = [
     "SQS",
     "tasks on Redis",
     "Django",
-    "tests/acceptance",
     "(?!tests/unit)",
     "tests/unit",
 ]
+
+#: Tests that keep the processor busy. The others mostly wait, so the two kinds take turns.
+_BUSY = "tests/acceptance"
 
 
 def scope_of(nodeid: str) -> str:
@@ -59,7 +63,18 @@ def broker_of(scope: str) -> str | None:
     return scope.partition(":")[0] if scope.startswith("RabbitMQ ") else None
 
 
-def rank_of(nodeid: str) -> int:
-    """The sort key of a test's group: lower groups start first; equal groups keep their order."""
-    scope = scope_of(nodeid)
-    return next(rank for rank, pattern in enumerate(_ORDER) if re.match(pattern, scope))
+def ranks_of(nodeids: Iterable[str]) -> dict[str, tuple[int, float]]:
+    """The sort keys of the groups of these tests, by test: lower groups start first."""
+    scopes = dict.fromkeys(map(scope_of, nodeids := list(nodeids)))
+    ranks = {
+        scope: next(rank for rank, pattern in enumerate(_ORDER) if re.match(pattern, scope))
+        for scope in scopes
+    }
+    kinds = Counter((rank, scope.startswith(_BUSY)) for scope, rank in ranks.items())
+    seen: Counter[tuple[int, bool]] = Counter()
+    keys = {}
+    for scope, rank in ranks.items():
+        kind = rank, scope.startswith(_BUSY)
+        keys[scope] = rank, seen[kind] / kinds[kind]
+        seen[kind] += 1
+    return {nodeid: keys[scope_of(nodeid)] for nodeid in nodeids}

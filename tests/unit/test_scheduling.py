@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.scheduling import broker_of, rank_of, scope_of
+from tests.scheduling import broker_of, ranks_of, scope_of
 
 pytestmark = pytest.mark.tools
 
@@ -58,11 +58,18 @@ def test_the_longest_groups_start_first() -> None:
         f"{ACCEPTANCE}/test_configuration.py::test_it[rabbitmq-3.10]",
         f"{ACCEPTANCE}/test_tasks.py::test_it[rabbitmq-3.10]",
         f"{ACCEPTANCE}/test_redis_fleets.py::test_it",
-        f"{INTEGRATION}/test_redis_store.py::test_it[redis]",
         "tests/unit/test_address.py::test_it",
     ]
-    ranks = [rank_of(nodeid) for nodeid in order]
-    assert ranks == sorted(set(ranks))
+    ranks = ranks_of(order)
+    assert [ranks[nodeid] for nodeid in order] == sorted(set(ranks.values()))
+
+
+def test_busy_tests_and_waiting_ones_take_turns() -> None:
+    waiting = [f"{CONFORMANCE}::test_it[{broker}]" for broker in ("redis", "sqs")]
+    busy = [f"{ACCEPTANCE}/test_store.py::test_{number}" for number in range(4)]
+    ranks = ranks_of([*waiting, *busy])
+    order = sorted(ranks, key=lambda nodeid: ranks[nodeid])
+    assert order == [waiting[0], *busy[:2], waiting[1], *busy[2:]]
 
 
 def test_pytest_xdist_still_has_our_hooks() -> None:
