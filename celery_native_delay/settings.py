@@ -7,7 +7,7 @@ In a Celery configuration every name has the prefix ``native_delay_``. In ``inst
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -352,21 +352,13 @@ def _rule(name: str, value: Any) -> tuple[bool, str]:
             expected = _EXPECTED_PREFIX if has_prefix else _EXPECTED_STORE
             return value is None or is_store_url(value), expected
         case "once":
-            fits = isinstance(value, tuple) and all(
-                isinstance(pair, tuple)
-                and len(pair) == 2
-                and isinstance(pair[0], str)
-                and pair[0]
-                and _is_number(pair[1])
-                and 0 < pair[1] <= 3660
-                for pair in value
-            )
+            fits = _by_task(value, lambda days: _is_number(days) and 0 < days <= 3660)
             return fits, (
                 'a list of task names such as ["shop.remind", "billing.*"], or a dict of days '
                 'above 0, and at most 3660, such as {"billing.*": 30}'
             )
         case "landing" | "store_tasks":
-            fits = isinstance(value, tuple) and all(isinstance(v, str) and v for v in value)
+            fits = _are(str, value) and all(value)
             tasks = 'a list of task names such as ["shop.remind", "billing.*"]'
             return fits, "a list of exchange and queue names" if name == "landing" else tasks
         case "store_timeout_seconds":
@@ -374,21 +366,10 @@ def _rule(name: str, value: Any) -> tuple[bool, str]:
         case "telemetry":
             return value is None or (is_text and "\0" not in value), "None or the path of a folder"
         case "rates":
-            fits = isinstance(value, tuple) and all(
-                isinstance(pair, tuple)
-                and len(pair) == 2
-                and isinstance(pair[0], str)
-                and pair[0]
-                and pair[1]
-                and all(isinstance(each, Rate) for each in pair[1])
-                for pair in value
-            )
+            fits = _by_task(value, lambda its: _are(Rate, its) and len(its) > 0)
             return fits, 'a dict of rates by task, such as {"shop.call_api": "100/m"}'
         case "keys":
-            fits = isinstance(value, tuple) and all(
-                isinstance(task, str) and task and isinstance(key, DeclaredKey)
-                for task, key in value
-            )
+            fits = _by_task(value, lambda key: isinstance(key, DeclaredKey))
             return fits, 'a dict such as {"shop.reindex": Debounce(key="user", seconds=5)}'
         case "schedules":
             fits = isinstance(value, bool) or is_text or (type(value) is int and value > 0)
@@ -398,6 +379,18 @@ def _rule(name: str, value: Any) -> tuple[bool, str]:
         case "management_url":
             return value is None or (is_text and value.startswith("http")), "None or an http(s) URL"
     raise AssertionError(f"{name} has no check")
+
+
+def _are(kind: type, values: Any) -> bool:
+    return isinstance(values, tuple) and all(isinstance(each, kind) for each in values)
+
+
+def _by_task(value: Any, fits: Callable[[Any], bool]) -> bool:
+    """Return True if *value* has pairs of a task's name and a value that *fits*."""
+    return _are(tuple, value) and all(
+        len(pair) == 2 and isinstance(pair[0], str) and pair[0] != "" and fits(pair[1])
+        for pair in value
+    )
 
 
 def lowest_bit(bit: int, *, fused_bits: int) -> int:

@@ -192,7 +192,8 @@ class Installation:
     def declared_key(self, name: str, task: Any) -> DeclaredKey | None:
         """Return the key that is declared for a task, by ``install`` or by its decorator."""
         if self.keys is None:
-            self.keys = dict(self.keywords.get("keys") or self.app.conf.get(f"{PREFIX}keys") or ())
+            settings = self._settings_or_error()
+            self.keys = dict(settings.keys) if isinstance(settings, DelaySettings) else {}
         declared = self.keys.get(name) or getattr(task, "key", None)
         return declared if isinstance(declared, DeclaredKey) else None
 

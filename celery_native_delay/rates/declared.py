@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from ..due_time import LONGEST_COUNTDOWN_SECONDS
 from ..durations import duration
-from ..errors import InvalidDueTime
+from ..errors import InvalidDueTime, SettingsError
 from .rate import KeyFunction, Rate
 
 Edge: TypeAlias = Literal["leading", "trailing", "both"]
@@ -102,13 +102,13 @@ def periods_us(seconds: float, max_wait_seconds: float | None) -> tuple[int, int
 
 
 def check_collect(collect: int | None) -> None:
-    """Check how many calls a debounce collects. Raises ValueError."""
+    """Check how many calls a debounce collects. Raises SettingsError."""
     if collect is not None and (type(collect) is not int or not 2 <= collect <= 1000):
-        raise ValueError(f"expected collect to be a number from 2 to 1000, got {collect!r}")
+        raise SettingsError(f"expected collect to be a number from 2 to 1000, got {collect!r}")
 
 
 def check_word(name: str, value: object, words: Any) -> None:
-    """Check that *value* is one of *words*, a ``Literal``. Raises ValueError."""
+    """Check that *value* is one of *words*, a ``Literal``. Raises SettingsError."""
     known = get_args(words)
     if value not in known:
-        raise ValueError(f"expected {name} to be {' or '.join(map(repr, known))}, got {value!r}")
+        raise SettingsError(f"expected {name} to be {' or '.join(map(repr, known))}, got {value!r}")

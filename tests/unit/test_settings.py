@@ -8,8 +8,9 @@ from dataclasses import FrozenInstanceError, replace
 from typing import Any
 
 import pytest
+from celery import Celery
 
-from celery_native_delay import Debounce, DelaySettings, SettingsError, Throttle, Unique
+from celery_native_delay import Debounce, DelaySettings, SettingsError, Throttle, Unique, install
 from celery_native_delay.settings import _FORMER, InstallKeywords, check_settings, setting_names
 
 STORE = (
@@ -268,3 +269,21 @@ def test_the_order_of_a_set_does_not_show_in_the_repr() -> None:
 def test_settings_survive_pickling() -> None:
     wanted = DelaySettings(levels=12, landing=("news",), management_url="http://rabbit")
     assert pickle.loads(pickle.dumps(wanted)) == wanted
+
+
+@pytest.mark.parametrize("name", setting_names())
+@pytest.mark.parametrize(
+    "junk", [None, 1, "x", (), ((1,),), (("a", 1, 2),), {1: 2}, {"a": [None]}, object()]
+)
+def test_any_value_of_any_setting_is_right_or_a_settings_error(name: str, junk: object) -> None:
+    """From a keyword of install, and from the app's configuration, by which a task is sent."""
+    error = ""
+    try:
+        DelaySettings.from_mapping({name: junk})
+    except SettingsError as exc:
+        error = str(exc)
+    assert not error or ("expected" in error and "got" in error)
+    app = install(Celery(broker="memory://", set_as_current=False), store="sqlite:////nowhere.db")
+    if name != "store":
+        app.conf[f"native_delay_{name}"] = junk
+        app.send_task("shop.order")
