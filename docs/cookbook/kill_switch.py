@@ -21,7 +21,7 @@ def thank(order):
 
 
 def stop():
-    """As `celery -A pay delay hold pay.charge` in a shell; workers follow in five seconds."""
+    """Like `celery -A pay delay hold pay.charge`; workers know it within five seconds."""
     Delay(app).hold("pay.charge", by="ada, ticket 7")
 
 

@@ -11,7 +11,7 @@ from celery_native_delay.clock import Clock
 
 URL = os.environ.get("DATABASE_URL", "postgresql+psycopg://localhost/shop")
 app = Celery("shop", broker=os.environ.get("BROKER_URL", "amqp://"))
-install(app, store=URL)  # the tables of the orders and the waiting tasks are one database
+install(app, store=URL)  # orders and waiting tasks are tables of one database
 engine = create_engine(URL)
 mails = []
 
