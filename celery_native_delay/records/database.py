@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pathlib import Path
@@ -26,8 +27,10 @@ from sqlalchemy import (
 
 from ..errors import NativeDelayError, SettingsError
 from ..now import time_ns
-from ..urls import TABLE_PREFIX, table_prefix_of, without_password
+from ..urls import TABLE_PREFIX, is_table_prefix, table_prefix_of, without_password
 from ..within import before_commit
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -89,6 +92,14 @@ _TABLE_NAMES = re.compile(rf"\b{TABLE_PREFIX}(?=(task|record)\b)")
 def table_name(prefix: str, name: str) -> str:
     """Return the name of a table or an index as it begins with *prefix*."""
     return prefix + name.removeprefix(TABLE_PREFIX)
+
+
+def other_prefix(mine: str, names: Iterable[str]) -> str | None:
+    """Return another prefix than *mine* with which a store's tables are among *names*."""
+    both = set(names)
+    prefixes = sorted(name.removesuffix("task") for name in both if name.endswith("task"))
+    ours = (each for each in prefixes if is_table_prefix(each) and f"{each}record" in both)
+    return next((each for each in ours if each != mine), None)
 
 
 def naming_tables(place: T, prefix: str) -> T:
@@ -243,7 +254,9 @@ class Database(ABC):
     def make_tables(self) -> None:
         with self.engine.begin() as connection:
             seen = inspect(connection)
-            for name in filter(seen.has_table, self.tables.tables):
+            made = list(filter(seen.has_table, self.tables.tables))
+            other = None if made else other_prefix(self.table_prefix, seen.get_table_names())
+            for name in made:
                 theirs = {each["name"] for each in seen.get_columns(name)}
                 if not theirs.issuperset(self.tables.tables[name].columns.keys()):
                     raise self._unavailable(
@@ -251,6 +264,9 @@ class Database(ABC):
                         f"native_delay_prefix in the URL, in workers and producers"
                     )
             self.tables.create_all(connection)
+        if other is not None:
+            told = "native delay: %s has new tables; tasks stay in its tables with the prefix %s"
+            logger.warning(told, self.where, other)
         self.is_ready = True
 
     @contextmanager

@@ -14,7 +14,13 @@ from django.db import DataError, Error, IntegrityError, OperationalError, connec
 from sqlalchemy import Connection, Dialect, Engine, create_engine
 from sqlalchemy.pool import NullPool
 
-from ..errors import CannotDelay, SettingsError, StoreUnavailable, UnsupportedBroker
+from ..errors import (
+    CannotDelay,
+    NativeDelayError,
+    SettingsError,
+    StoreUnavailable,
+    UnsupportedBroker,
+)
 from ..per_process import in_forked_children
 from ..records.database import naming_tables
 from ..urls import EXPECTED_TABLE_PREFIX, TABLE_PREFIX, is_table_prefix
@@ -146,12 +152,19 @@ class DjangoStore(SqlStore):
                 raise CannotDelay(f"{self.where} refuses the task: {exc}") from exc
             except (IntegrityError, OperationalError) as exc:
                 is_lost = connection.connection is None or not connection.is_usable()
-                if is_lost or not tries_left:
+                if is_lost:
                     raise self._unavailable(str(exc)) from exc
+                if not tries_left:
+                    raise self._refused(exc) from exc
                 sleep(_PAUSE_SECONDS)
             except Error as exc:
-                raise self._unavailable(str(exc)) from exc
+                raise self._refused(exc) from exc
         raise AssertionError("unreachable")
+
+    def _refused(self, error: Error) -> NativeDelayError:
+        self.is_ready = False
+        self._check_made()
+        return self._unavailable(str(error))
 
     look_up = do
 
@@ -172,22 +185,29 @@ class DjangoStore(SqlStore):
         self._check_made()
 
     def is_made(self) -> bool:
-        if not self.is_ready:
-            try:
-                with connections[self.alias].cursor() as cursor:
-                    names = connections[self.alias].introspection.table_names(cursor)
-            except Error as exc:
-                raise self._unavailable(str(exc)) from exc
-            self.is_ready = set(self.tables.tables) <= set(names)
+        self.is_ready = self.is_ready or set(self.tables.tables) <= set(self.table_names())
         return self.is_ready
+
+    def table_names(self) -> list[str]:
+        try:
+            with connections[self.alias].cursor() as cursor:
+                found: list[str] = connections[self.alias].introspection.table_names(cursor)
+        except Error as exc:
+            raise self._unavailable(str(exc)) from exc
+        return found
+
+    _prefix_setting = "DELAY_TABLE_PREFIX"
+
+    @property
+    def _way_to_tables(self) -> str:  # type: ignore[override]
+        return (
+            f"add 'celery_native_delay.django' to INSTALLED_APPS, and run `python manage.py "
+            f"migrate --database {self.alias}`"
+        )
 
     def _check_made(self) -> None:
         if not self.is_made():
-            raise StoreUnavailable(
-                f"{self.where} has no tables {' and '.join(self.tables.tables)}: add "
-                f"'celery_native_delay.django' to INSTALLED_APPS, and run `python manage.py "
-                f"migrate --database {self.alias}`"
-            )
+            raise StoreUnavailable(": ".join(self.not_made()))
 
 
 def _is_in_transaction(connection: Any) -> bool:

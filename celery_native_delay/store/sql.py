@@ -13,6 +13,7 @@ from sqlalchemy import (
     Boolean,
     Connection,
     Engine,
+    Inspector,
     and_,
     bindparam,
     case,
@@ -29,7 +30,13 @@ from sqlalchemy.dialects import mysql, postgresql, sqlite
 from ..errors import CannotDelay, NativeDelayError, StoreUnavailable
 from ..finding import UNCHECKED, WRONG, Finding, clock_finding
 from ..now import time_ns
-from ..records.database import Database, clock_ahead_seconds, limit_lock_waits, now_us
+from ..records.database import (
+    Database,
+    clock_ahead_seconds,
+    limit_lock_waits,
+    now_us,
+    other_prefix,
+)
 from ..records.interface import Change, Decide, Publish, RecordName, Snapshot
 from ..records.sql import SqlRecords
 from ..records.waiting import WaitingTasks
@@ -434,26 +441,44 @@ class SqlStore(Database, Store):
 
     def is_made(self) -> bool:
         """Return True if the tables exist. This call creates nothing, not even SQLite's file."""
+        return self._inspected(lambda seen: all(map(seen.has_table, self.tables.tables)), False)
+
+    def table_names(self) -> list[str]:
+        """Return the names of the tables in the database."""
+        return self._inspected(lambda seen: seen.get_table_names(), [])
+
+    def _inspected(self, question: Callable[[Inspector], T], without_file: T) -> T:
         path = Path((self.engine.url.database or "").removeprefix("file:").partition("?")[0])
         if self.is_file and not path.exists():
-            return False
+            return without_file
 
-        def found() -> bool:
+        def inspected() -> T:
             with self.explained(), self.engine.connect() as connection:
-                seen = inspect(connection)
-                return all(seen.has_table(name) for name in self.tables.tables)
+                return question(inspect(connection))
 
-        return self._in_time(found)
+        return self._in_time(inspected)
+
+    def not_made(self) -> tuple[str, str]:
+        """Return the problem and the remedy if the tables do not exist."""
+        problem = f"{self.where} has no tables {' and '.join(self.tables.tables)}"
+        prefix = other_prefix(self.table_prefix, self.table_names())
+        if prefix is None:
+            return problem, self._way_to_tables
+        return f"{problem}, but {prefix}task and {prefix}record", (
+            f'rename those, or set {self._prefix_setting} to "{prefix}" again, in workers and '
+            f"producers"
+        )
+
+    _prefix_setting = "native_delay_prefix in the URL"
+    _way_to_tables = (
+        "start a worker or run `celery -A PROJ delay declare`, which make them, or correct "
+        "native_delay_store, in workers and producers"
+    )
 
     def findings(self) -> list[Finding]:
         try:
             if not self.is_made():
-                problem = f"{self.where} has none of our tables"
-                way_out = (
-                    "start a worker or run `celery -A PROJ delay declare`, which make them, or "
-                    "correct native_delay_store, in workers and producers"
-                )
-                return [Finding("store", WRONG, problem, way_out)]
+                return [Finding("store", WRONG, *self.not_made())]
             # The statement fails if this user may not write, although no row matches.
             nothing = delete(TASKS).where(_ROW.id < 0)
             self.do(lambda connection: connection.execute(nothing))

@@ -389,7 +389,7 @@ def file_of(url: str) -> Path:
 
 def test_a_missing_store_is_found_and_not_created(folder_url: str, store_app: Celery) -> None:
     found = the_wrong(store_app, "store")
-    assert "has none of our tables" in found.problem
+    assert "has no tables native_delay_task and native_delay_record" in found.problem
     assert not file_of(folder_url).exists()
     store_app.send_task("shop.remind", countdown=600)
     assert [each.check for each in of_level(store_app, WRONG)] == ["promoting"]

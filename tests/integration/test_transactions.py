@@ -39,6 +39,7 @@ from celery_native_delay.app.install import drop_pools
 from celery_native_delay.app.installation import admin_part, delaying_channel
 from celery_native_delay.bulk import bulk
 from celery_native_delay.store.dispatcher import TransactionRelay
+from celery_native_delay.store.opened import store_at
 from celery_native_delay.testing import PrivateRabbitMQ
 from pytest_celery_native_delay import installed
 from tests.brokers import in_ci, on_one_version
@@ -356,6 +357,8 @@ def renamed(migrated: Any) -> Iterator[None]:
 def test_the_names_of_tables_begin_as_djangos_setting_or_the_url_says(
     app: Celery, database_url: str, renamed: None, atomic: Any
 ) -> None:
+    from django.test import override_settings
+
     for number in (1, 2):
         with suppress(ZeroDivisionError), atomic():
             send(app, number)
@@ -365,6 +368,14 @@ def test_the_names_of_tables_begin_as_djangos_setting_or_the_url_says(
     engine = create_engine(database_url)
     tables = {name for name in inspect(engine).get_table_names() if "delay_" in name}
     assert tables == {"shop_delay_task", "shop_delay_record"}
+    with override_settings(DELAY_TABLE_PREFIX="other_"):
+        store = store_at("django:shop", "tests", timeout_seconds=PATIENCE_SECONDS)
+        told = "no tables other_task and other_record, but shop_delay_task and shop_delay_record"
+        with pytest.raises(StoreUnavailable, match=told):
+            store.census()
+        (finding,) = store.findings()
+        assert told in finding.problem
+        assert 'DELAY_TABLE_PREFIX to "shop_delay_"' in finding.remedy
     mark = "&" if "?" in database_url else "?"
     install(app, store=f"{database_url}{mark}native_delay_prefix=shop_delay_")
     for number, end in ((3, "rollback"), (4, "commit")):
