@@ -106,7 +106,7 @@ class DelaySettings:
     waiting tasks are delivered, listed and cancelled, and new tasks are delayed as by plain Celery.
     Default: True."""
     namespace: str = "celery_delay"
-    """First word of each name of a queue, exchange or Redis key. Default: "celery_delay"."""
+    """First word of the name of each queue, exchange and Redis key. Default: "celery_delay"."""
     # The layout of RabbitMQ's delay queues is the same in all apps. Only tests make a quicker one.
     levels: int = 31
     resolution: float = 0.125
@@ -114,7 +114,7 @@ class DelaySettings:
     declare: bool = True
     """If off, workers and producers declare, bind and delete nothing on RabbitMQ, and raise
     ``NotDeclared`` if a queue or exchange is missing. Then run `celery -A PROJ delay declare` as a
-    user who may. Default: True."""
+    user with the rights. Default: True."""
     landing: tuple[str, ...] = ()
     """Names of exchanges to which consumers without this package bind queues, and of queues that
     may be full and then refuse messages. A due message for one of these goes to a queue of this
@@ -130,7 +130,7 @@ class DelaySettings:
     ``postgresql+psycopg://host/shop``, in which tasks wait instead of in the broker. ``django`` is
     the default database of a Django project, ``django:other`` another one. With
     ``?native_delay_prefix=shop_delay_`` in the URL of a database, the names of its tables begin
-    with ``shop_delay_``. Default: None. RabbitMQ, SQS and pgmq then delay tasks themselves, Redis
+    with ``shop_delay_``. Default: None. RabbitMQ, SQS and pgmq then delay tasks themselves; Redis
     and ``sqla+…`` brokers are their own store. With other brokers, tasks wait in the worker's
     memory, as in Celery."""
     store_tasks: tuple[str, ...] = ("*",)
@@ -140,16 +140,15 @@ class DelaySettings:
     once: OnceNames = ()
     """Names of the tasks that run a single time, with ``*`` for any text: a second delivery of the
     same task and retry is acknowledged and not run. Needs a store. A dict such as
-    ``{"billing.*": 30, "*": 1}`` also says for how many days a success is remembered. The first
-    name that fits counts. Default: none. A name without days gets 7."""
+    ``{"billing.*": 30, "*": 1}`` also says for how many days a success is remembered, by default
+    7. The first name that fits counts. Default: none."""
     store_transactions: bool = True
     """A task in ``transaction.atomic`` is sent if, and only if, the transaction commits. Needs
-    Django's database as the store. If off, it is sent at once. Default: True."""
+    Django's database as the store. If off, the task is sent at once. Default: True."""
     store_timeout_seconds: float = 5.0
-    """Seconds in which the store must answer a producer or a command. Otherwise they raise
-    ``StoreUnavailable``. ``Delay(app)`` waits as long for each answer of Redis or RabbitMQ as the
-    broker, then raises ``OperationalError``; ``broker_transport_options`` may say otherwise.
-    Default: 5."""
+    """Seconds after which a producer or a command raises ``StoreUnavailable`` if the store does not
+    answer. ``Delay(app)`` waits as long for each answer of a Redis or RabbitMQ broker, then raises
+    ``OperationalError``; ``broker_transport_options`` may say otherwise. Default: 5."""
 
     telemetry: str | None = None
     """Folder for telemetry. Every process of a worker writes a line of JSON when a task starts, and
@@ -166,13 +165,13 @@ class DelaySettings:
 
     schedules: bool | int | str = False
     """If on, periodic tasks such as those of ``beat_schedule`` are delayed tasks, and no ``celery
-    beat`` is needed. Needs *store* beside RabbitMQ, SQS and pgmq. Instead of True, you can give the
+    beat`` is needed. Needs a store beside RabbitMQ, SQS and pgmq. Instead of True, you can give the
     release of the app's ``beat_schedule``: a number, or a date such as ``"2026-11-23"``. If workers
     have different schedules, the highest release decides; of equal ones, the worker that started
     last. True is lower than any release. Default: False."""
     schedules_catch_up: Literal["one", "none", "all"] = "one"
-    """If no worker ran for a while, how often a missed periodic task runs late: "one", "none" or
-    "all" times, at most 100. Default: "one"."""
+    """How many missed runs of a periodic task happen late, after no worker ran for a while: "one",
+    "none" or "all", at most 100. Default: "one"."""
 
     def __post_init__(self) -> None:
         for name in ("landing", "rates", "store_tasks", "once", "keys"):
