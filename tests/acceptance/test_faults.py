@@ -36,6 +36,7 @@ def send(app: Celery, countdown: float, *args: Any, **options: Any) -> tuple[str
     return app.tasks["note"].apply_async(args or ("x",), countdown=countdown, **options).id, due
 
 
+@on_one_version
 @pytest.mark.ci
 def test_the_broker_is_killed_while_tasks_wait(
     mortal_rabbitmq: PrivateRabbitMQ, own_fleet: Fleet

@@ -54,32 +54,36 @@ def test_a_policy_reaches_the_queues(rabbitmq: PrivateRabbitMQ, vhost_url: str, 
 
 @on_one_version
 @pytest.mark.ci
-def test_a_durable_message_survives_kill_and_stop(rabbitmq_version: str) -> None:
-    with private_rabbitmq(version=rabbitmq_version) as broker:
-        url = broker.new_vhost()
-        with Connection(url, transport_options={"confirm_publish": True}) as connection:
+def test_a_node_is_configured_keeps_durable_messages_and_leaves_nothing(
+    rabbitmq_version: str,
+) -> None:
+    """Through kill and stop; neither a process nor a folder is left after the block."""
+    with private_rabbitmq(
+        version=rabbitmq_version,
+        management=False,
+        config="max_message_size = 4096",
+        advanced_config="[{rabbit, [{dead_letter_worker_consumer_prefetch, 64}]}].",
+    ) as broker:
+        names = "max_message_size, dead_letter_worker_consumer_prefetch"
+        asked = f"[application:get_env(rabbit, Name) || Name <- [{names}]]."
+        assert broker.rabbitmqctl("eval", asked) == "[{ok,4096},{ok,64}]\n"
+        with pytest.raises(BrokerFailed, match="management=False"):
+            broker.api("GET", "/overview")
+        with Connection(broker.url, transport_options={"confirm_publish": True}) as connection:
             with connection.SimpleQueue("orders") as orders:
                 orders.put("kept")
         for end in (broker.kill, broker.stop):
             end()
             assert broker.pid is None
             with pytest.raises(OSError, match="refused"):
-                Connection(url).connect()
+                Connection(broker.url).connect()
             broker.start()
-            with Connection(url) as connection, connection.SimpleQueue("orders") as orders:
+            with Connection(broker.url) as connection, connection.SimpleQueue("orders") as orders:
                 message = orders.get(timeout=PATIENCE_SECONDS)
                 assert message.payload == "kept"
                 message.requeue()
-
-
-@on_one_version
-@pytest.mark.ci
-def test_no_process_or_folder_is_left_after_the_block(rabbitmq_version: str) -> None:
-    with private_rabbitmq(version=rabbitmq_version, management=False) as broker:
         folder = broker.data_dir.parent
         assert any("beam" in command for command in processes_of(folder.name))
-        with pytest.raises(BrokerFailed, match="management=False"):
-            broker.api("GET", "/overview")
     assert not folder.exists()
     wait_until(lambda: processes_of(folder.name) == [])
 
@@ -91,21 +95,6 @@ def test_no_process_or_folder_is_left_when_the_test_process_is_killed(
 ) -> None:
     broker = f"private_rabbitmq(version={rabbitmq_version!r}, management=False)"
     assert_nothing_left_when_killed(broker, "broker.data_dir.parent", module="tests.rabbitmqs")
-
-
-@on_one_version
-@pytest.mark.ci
-def test_configuration_is_passed_on(rabbitmq_version: str) -> None:
-    with private_rabbitmq(
-        version=rabbitmq_version,
-        config="max_message_size = 4096",
-        advanced_config="[{rabbit, [{dead_letter_worker_consumer_prefetch, 64}]}].",
-    ) as broker:
-        assert broker.rabbitmqctl("eval", "application:get_env(rabbit, max_message_size).") == (
-            "{ok,4096}\n"
-        )
-        prefetch = "application:get_env(rabbit, dead_letter_worker_consumer_prefetch)."
-        assert broker.rabbitmqctl("eval", prefetch) == "{ok,64}\n"
 
 
 @on_one_version

@@ -20,7 +20,7 @@ from tests.cluster import PrivateRabbitMQCluster, private_rabbitmq_cluster
 from tests.processes import assert_nothing_left_when_killed
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
-pytestmark = pytest.mark.ci
+pytestmark = [pytest.mark.ci, on_one_version]
 
 IS_ROOT = os.geteuid() == 0
 only_root = pytest.mark.skipif(not IS_ROOT, reason="only root may cut a network")
@@ -92,7 +92,6 @@ def test_a_delayed_task_outlives_a_node(cluster: PrivateRabbitMQCluster, tmp_pat
     runs[later][0].assert_on_time(later_due)
 
 
-@on_one_version
 @only_root
 def test_a_minority_confirms_nothing_until_the_network_is_restored(
     cluster: PrivateRabbitMQCluster,
@@ -112,7 +111,6 @@ def test_a_minority_confirms_nothing_until_the_network_is_restored(
     assert [get(url), get(url)] == ["before", "meanwhile"]
 
 
-@on_one_version
 def test_a_paused_node_answers_only_when_it_has_resumed(cluster: PrivateRabbitMQCluster) -> None:
     node = cluster.nodes[2]
     node.pause()
@@ -125,7 +123,6 @@ def test_a_paused_node_answers_only_when_it_has_resumed(cluster: PrivateRabbitMQ
         assert connection.recv(1)
 
 
-@on_one_version
 @only_root
 def test_no_process_or_folder_is_left_when_the_test_process_is_killed(
     rabbitmq_version: str,

@@ -47,7 +47,11 @@ def test_pytest_lists_the_fixtures(project: pytest.Pytester) -> None:
 
 @pytest.mark.ci
 def test_a_delayed_task_waits_in_the_private_rabbitmq(project: pytest.Pytester) -> None:
-    """Tests share one node, each test has its own virtual host, and failing asserts show values."""
+    """Tests share one node, each test has its own virtual host, and failing asserts show values.
+
+    A server that a test kills runs again in the next, also without the URL fixture.
+    """
+    installed(require_redis)
     installed(require_rabbitmq)
     project.makepyfile(
         """
@@ -74,10 +78,22 @@ def test_a_delayed_task_waits_in_the_private_rabbitmq(project: pytest.Pytester) 
 
         def test_it_fails(native_delay_rabbitmq_url):
             assert native_delay_rabbitmq_url.partition(":")[0] == "redis"
+
+        def test_killed(native_delay_rabbitmq, native_delay_redis, native_delay_redis_url):
+            native_delay_rabbitmq.kill()
+            native_delay_redis.kill()
+
+        def test_killed_again(native_delay_rabbitmq, native_delay_rabbitmq_url):
+            native_delay_rabbitmq.kill()
+
+        def test_up(native_delay_rabbitmq_url, native_delay_redis_url):
+            for url in native_delay_rabbitmq_url, native_delay_redis_url:
+                with Connection(url) as connection:
+                    connection.connect()
         """
     )
     result = project.runpytest_subprocess(*STRICT)
-    result.assert_outcomes(passed=2, failed=1)
+    result.assert_outcomes(passed=5, failed=1)
     result.stdout.fnmatch_lines(["*AssertionError: assert 'amqp' == 'redis'"])
 
 
@@ -95,31 +111,6 @@ def test_the_private_redis_is_empty_for_every_test(project: pytest.Pytester) -> 
         """
     )
     project.runpytest_subprocess(*STRICT).assert_outcomes(passed=2)
-
-
-@pytest.mark.ci
-def test_a_server_killed_by_a_test_runs_again_in_the_next(project: pytest.Pytester) -> None:
-    """Also if the next test does not use the URL fixture."""
-    installed(require_redis)
-    installed(require_rabbitmq)
-    project.makepyfile(
-        """
-        from kombu import Connection
-
-        def test_killed(native_delay_rabbitmq, native_delay_redis, native_delay_redis_url):
-            native_delay_rabbitmq.kill()
-            native_delay_redis.kill()
-
-        def test_killed_again(native_delay_rabbitmq, native_delay_rabbitmq_url):
-            native_delay_rabbitmq.kill()
-
-        def test_up(native_delay_rabbitmq_url, native_delay_redis_url):
-            for url in native_delay_rabbitmq_url, native_delay_redis_url:
-                with Connection(url) as connection:
-                    connection.connect()
-        """
-    )
-    project.runpytest_subprocess(*STRICT).assert_outcomes(passed=3)
 
 
 @pytest.mark.parametrize(("ci", "outcome"), [("", {"skipped": 2}), ("true", {"errors": 2})])

@@ -42,7 +42,7 @@ ENTRIES = {
     for number in range(10)
 }
 KILL_EVERY_SECONDS = 4
-KILLS = 4
+KILLS = 3
 
 
 #: The three kinds of places that keep the state of entries.
@@ -143,7 +143,7 @@ def test_workers_that_boot_at_once_publish_each_entry_once(fleet: Fleet) -> None
         with app.connection_for_write() as connection:
             for queue in app.amqp.queues.values():
                 queue(connection.default_channel).declare()
-    workers = [fleet.worker(beat_schedule=entries, pool="solo", wait=False) for _ in range(6)]
+    workers = [fleet.worker(beat_schedule=entries, pool="solo", wait=False) for _ in range(4)]
     for worker in workers:
         worker.wait_ready()
     app = fleet.app()

@@ -117,7 +117,6 @@ def later(fleet: Fleet, number: int, seconds: float) -> str:
 
 FAULTS = [
     ("redis", Place.hung),
-    in_ci("redis", Place.swallowed),
     in_ci("postgresql", Place.hung),
     in_ci("postgresql", Place.swallowed),
     in_ci("postgresql", Place.delayed),

@@ -121,8 +121,9 @@ def test_a_broker_whose_package_is_not_installed(
 ) -> None:
     """Command line, worker and producer say what to install, for immediate tasks too."""
     shop.broker, shop.hidden = broker, package
-    said = [shop.error("-A", "shop", "delay", "status"), shop.error("-A", "shop", "worker")]
-    for code in (DELAYED, IMMEDIATE):
+    said = [shop.error("-A", "shop", "worker")]
+    said += [shop.error("-A", "shop", "delay", "status")] if package == "redis" else []
+    for code in (DELAYED, IMMEDIATE) if package == "redis" else (IMMEDIATE,):
         raised = shop.raised(code)
         assert raised.count("Traceback") == 1
         name, _, sentence = raised.splitlines()[-1].partition(": ")
@@ -133,7 +134,7 @@ def test_a_broker_whose_package_is_not_installed(
     assert said[0].endswith(f": pip install '{requirement}'")
 
 
-@pytest.mark.parametrize("command", ["delay ls", "delay plan 90", "beat", "inspect ping"])
+@pytest.mark.parametrize("command", ["delay plan 90", "beat", "inspect ping"])
 def test_every_command_says_what_to_install(shop: Shop, command: str) -> None:
     shop.broker, shop.hidden = "redis://", "redis"
     sentence = shop.error("-A", "shop", *command.split())
@@ -252,9 +253,8 @@ def test_a_scheme_that_kombu_does_not_know(shop: Shop) -> None:
 )
 def test_an_error_names_the_broker_that_is_down(shop: Shop, broker: str, shown: str) -> None:
     shop.broker = broker
-    for command in ("status", "ls"):
-        sentence = shop.error("-A", "shop", "delay", command)
-        assert sentence.startswith(f"cannot use the broker {shown}: ")
+    sentence = shop.error("-A", "shop", "delay", "ls")
+    assert sentence.startswith(f"cannot use the broker {shown}: ")
     for code in (DELAYED, IMMEDIATE):
         raised = shop.raised(code).splitlines()
         assert raised[-2].startswith("kombu.exceptions.OperationalError: ")

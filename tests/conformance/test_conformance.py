@@ -138,12 +138,12 @@ def test_messages_arrive_when_due_and_in_that_order(url: str) -> None:
         delaying(url) as connection,
         inbox(connection, "jobs") as received,
     ):
-        for number in range(100):
+        for number in range(60):
             publish(connection, number, "jobs", delay=0.5 + number * 0.0277)
-        arrivals = received.wait_for(100)
+        arrivals = received.wait_for(60)
     assert min(arrival.lateness_seconds for arrival in arrivals) >= -EARLY_SECONDS
     assert overtaken_seconds(arrivals) <= 1 + whole_seconds(url)
-    assert sorted(arrival.body for arrival in arrivals) == list(range(100))
+    assert sorted(arrival.body for arrival in arrivals) == list(range(60))
 
 
 def test_a_message_with_a_past_eta_is_published_at_once(url: str) -> None:
@@ -216,7 +216,7 @@ def test_a_worker_with_a_shorter_limit_puts_a_message_back_until_it_is_due(url: 
             message.ack()
 
         with connection.Consumer([Queue("jobs")], callbacks=[receive]):
-            publish(producer, "hello", "jobs", delay=5)
+            publish(producer, "hello", "jobs", delay=3)
             box = Inbox(connection, came)
             assert box.receive_until(lambda: came and came[-1].lateness_seconds >= -EARLY_SECONDS)
             with pytest.raises(DelayTooLong):
@@ -370,7 +370,7 @@ def test_a_publish_on_a_closed_connection_is_retried_and_sent_once(url: str, use
     """It raises one of kombu's recoverable errors."""
     with attended(url), delaying(url) as connection:
         producer = connection.Producer()
-        eta = {"headers": {"eta": eta_in(2)}, "routing_key": "jobs"}
+        eta = {"headers": {"eta": eta_in(1)}, "routing_key": "jobs"}
         if used:
             producer.publish("before", **eta)
         else:

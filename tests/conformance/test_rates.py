@@ -32,8 +32,11 @@ BROKERS = [
     pytest.param(ON_SYSTEM.id, marks=pytest.mark.rabbitmq),
     pytest.param("redis", marks=pytest.mark.redis),
     "filesystem",
-    in_ci("sqs"),
 ]
+
+also_on_sqs = pytest.mark.parametrize(
+    "broker", [*BROKERS, in_ci("sqs")], indirect=True, scope="session"
+)
 
 #: What the two kinds of store keep. The other tests show how each broker puts messages back.
 in_both_stores = pytest.mark.parametrize(
@@ -43,8 +46,7 @@ in_both_stores = pytest.mark.parametrize(
     scope="session",
 )
 
-#: Files of one millisecond have no order, and neither have messages of an SQS standard queue, nor
-#: those that a consumer polls from folders.
+#: Files of one millisecond have no order, nor have messages that a consumer polls from folders.
 in_order = pytest.mark.parametrize("broker", BROKERS[:2], indirect=True, scope="session")
 
 RATE = Rate("40/4s", key="tenant")
@@ -108,6 +110,7 @@ def test_concurrent_workers_share_one_rate(fleet: Fleet) -> None:
     assert 0 < seen.starts_last_period <= len(starts)
 
 
+@also_on_sqs
 def test_the_rate_holds_in_every_window_although_a_worker_is_killed(fleet: Fleet) -> None:
     """The rate is used up, and one tenant's tasks do not delay another's."""
     rates = {"native_delay_rates": {"call_api": rated(RATE.limit, "tenant")}}

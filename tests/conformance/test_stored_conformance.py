@@ -30,7 +30,6 @@ __all__ = [
 
 BROKERS = [
     pytest.param(ON_SYSTEM.id, marks=pytest.mark.rabbitmq),
-    in_ci("rabbitmq-4.3"),
     in_ci("sqs"),
     in_ci("pgmq"),
 ]

@@ -39,7 +39,10 @@ from tests.conformance.traffic import SETTINGS, attended
 from tests.traffic import JOBS, Inbox, inbox, send_task
 from tests.waiting import wait_until
 
-BROKERS = without("valkey")
+#: A store beside SQS is one beside any broker that kombu's virtual transports serve: the tests of
+#: what SQS has a part in run on it, too.
+BROKERS = without("valkey", "sqs")
+also_on_sqs = pytest.mark.parametrize("broker", without("valkey"), indirect=True, scope="session")
 
 #: For delays of hours.
 LEVELS = 20
@@ -145,6 +148,7 @@ def test_ids_are_read_in_pages(app: Celery, delay: Delay, monkeypatch: pytest.Mo
     assert delay.ids(Query(until_us=due_us[0])) == []
 
 
+@also_on_sqs
 def test_a_cancelled_task_is_delivered_at_once_with_the_mark_cancelled(
     app: Celery, delay: Delay, arrivals: Inbox
 ) -> None:
@@ -194,6 +198,7 @@ def test_a_moved_task_is_due_at_its_new_time(app: Celery, delay: Delay, arrivals
     assert arrival.body[1] == {"order": 1, "text": "käse"}
 
 
+@also_on_sqs
 def test_run_now_delivers_a_task_at_once(app: Celery, delay: Delay, arrivals: Inbox) -> None:
     send_task(app, 1, countdown=3600)
     assert delay.run_now("order-1")
@@ -349,6 +354,7 @@ def draining_like(app: Celery, url: str, **settings: Any) -> Celery:
     return install(draining, **installed(app).keywords | {"enabled": "drain"} | settings)
 
 
+@also_on_sqs
 def test_a_draining_app_lists_and_cancels_waiting_tasks_and_delays_nothing_new(
     app: Celery, arrivals: Inbox, url: str
 ) -> None:
@@ -373,6 +379,7 @@ def test_a_draining_app_lists_and_cancels_waiting_tasks_and_delays_nothing_new(
         assert delay.ids() == ["order-2"]
 
 
+@also_on_sqs
 def test_uninstall_removes_everything_after_it_moved_what_waits(
     app: Celery, delay: Delay, broker: Broker, url: str
 ) -> None:
