@@ -53,7 +53,9 @@ _LIBPQ["tcp_user_timeout"] = 30_000
 _MYSQL: dict[str, Any] = {"read_timeout": 30, "write_timeout": 30}
 #: A thread waits no longer for a row that another session has locked.
 _MYSQL["init_command"] = "SET SESSION innodb_lock_wait_timeout = 5"
-_LOCK_TIMEOUT = text("SET LOCAL lock_timeout = 5000")
+#: Milliseconds for which a transaction waits for a row that another session has locked, and for
+#: its own process, which may be cut off or frozen. In one round trip.
+_LIMITS = "SET LOCAL lock_timeout = 5000; SET LOCAL idle_in_transaction_session_timeout = 30000"
 _LOST = {"psycopg": _LIBPQ, "psycopg2": _LIBPQ, "pymysql": _MYSQL, "mysqldb": _MYSQL}
 
 #: An execution option of connections that only read, for which SQLite needs no write lock.
@@ -178,13 +180,16 @@ def _sqlite(place: URL) -> Engine:
     return engine
 
 
-def limit_lock_waits(connection: Connection) -> None:
+def limit_waits(connection: Connection) -> None:
     """Let a statement of this transaction fail if another session locks its rows for 5 s.
 
-    On MySQL all transactions do so. On PostgreSQL the limit costs a round trip.
+    If this process is cut off or frozen, PostgreSQL rolls the transaction back after 30 s, and
+    frees the rows that it has locked: by default only when it notices the lost connection, after
+    two hours. On MySQL all transactions have the first limit, and none the second. On PostgreSQL
+    the limits cost a round trip.
     """
     if connection.dialect.name == "postgresql":
-        connection.execute(_LOCK_TIMEOUT)
+        connection.exec_driver_sql(_LIMITS)
 
 
 # unix_timestamp(now()) is an hour wrong in the hour that a local time zone repeats in autumn.

@@ -16,6 +16,8 @@ from threading import Event, Lock
 from time import monotonic
 from typing import Protocol
 
+from kombu.exceptions import KombuError
+
 from ..backoff import Backoff
 from ..errors import NativeDelayError, StoreUnavailable
 from .entry import StoreEntry
@@ -47,7 +49,7 @@ class Publisher(Protocol):
 
         Returns, by the index in *entries*, None for a confirmed message, or the reason of the
         broker's refusal. If the connection is lost on the way, messages in doubt are missing. If
-        nothing is known of any message, raises an error of the connection.
+        nothing is known of any message, raises kombu's OperationalError.
         """
 
     def close(self) -> None: ...
@@ -227,7 +229,7 @@ class Dispatcher:
     def _wait_after(self, error: Exception) -> None:
         if self._stopping.is_set():
             return
-        is_expected = isinstance(error, NativeDelayError | OSError)
+        is_expected = isinstance(error, NativeDelayError | KombuError | OSError)
         logger.warning(
             "native delay: due tasks wait in %s, next attempt in %.1f s: %s: %s",
             self._store.where,

@@ -30,13 +30,7 @@ from sqlalchemy.dialects import mysql, postgresql, sqlite
 from ..errors import CannotDelay, NativeDelayError, StoreUnavailable
 from ..finding import UNCHECKED, WRONG, Finding, clock_finding
 from ..now import time_ns
-from ..records.database import (
-    Database,
-    clock_ahead_seconds,
-    limit_lock_waits,
-    now_us,
-    other_prefix,
-)
+from ..records.database import Database, clock_ahead_seconds, limit_waits, now_us, other_prefix
 from ..records.interface import Change, Decide, Publish, RecordName, Snapshot
 from ..records.sql import SqlRecords
 from ..records.waiting import WaitingTasks
@@ -220,12 +214,15 @@ class SqlStore(Database, Store):
         return self._in_time(lambda: super(SqlStore, self).do(work))
 
     def do_soon(self, work: Callable[[Connection], T]) -> T:
-        """Call *work* as :meth:`do` does; fail soon if another session has locked its row."""
+        """Call *work* as :meth:`do` does; fail soon if another session has locked its row.
+
+        If this process is cut off or frozen meanwhile, it keeps no row locked for long.
+        """
         if self.users() is not None:  # the user's transaction has limits of its own
             return self.do(work)
 
         def limited(connection: Connection) -> T:
-            limit_lock_waits(connection)
+            limit_waits(connection)
             return work(connection)
 
         return self.do(limited)
@@ -335,7 +332,7 @@ class SqlStore(Database, Store):
                 connection.execute(_TAKE, these)
             return rows
 
-        rows = [TakenRow(row.id, row.entry, row.refusals) for row in self.do(taken)]
+        rows = [TakenRow(row.id, row.entry, row.refusals) for row in self.do_soon(taken)]
         return Taken(token, rows, at_us, next_us)
 
     def retake(self, token: str) -> Taken:
@@ -351,7 +348,7 @@ class SqlStore(Database, Store):
             rows = [TakenRow(row.id, row.entry, row.refusals) for row in found]
             return Taken(token, rows, at_us, None)
 
-        return self.do(retaken)
+        return self.do_soon(retaken)
 
     def settle(
         self, taken: Taken, published: Sequence[TakenRow], refused: Sequence[Refusal]
@@ -370,7 +367,7 @@ class SqlStore(Database, Store):
             if ids := [row.key for row in taken.rows if row.key not in known]:
                 connection.execute(_GIVEN_BACK, mine | {"ids": ids, "at": at_us})
 
-        self.do(settled)
+        self.do_soon(settled)
 
     def release(self, *, parked: bool = False) -> int:
         def released(connection: Connection) -> int:
@@ -384,7 +381,7 @@ class SqlStore(Database, Store):
                     released += connection.execute(_RELEASE, these).rowcount
             return released
 
-        return self.do(released)
+        return self.do_soon(released)
 
     # --- seen ----------------------------------------------------------------------------
 
@@ -503,6 +500,7 @@ class SqlState(SqlRecords):
 
     def __init__(self, store: SqlStore) -> None:
         super().__init__(store, store.namespace)
+        self.do = store.do_soon
         self._store = store
 
     def change(self, name: RecordName, decide: Decide[T], publish: Publish | None = None) -> T:

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from amqp.exceptions import AMQPError
 from celery.utils.log import get_logger
+from kombu.exceptions import KombuError
 
 from ..errors import (
     ManagementUnavailable,
@@ -49,7 +50,7 @@ _RETRY_SECONDS = 1.0
 _TRIES = 3
 
 #: py-amqp raises AttributeError on a lost connection.
-_ERRORS = (AMQPError, OSError, AttributeError)
+_ERRORS = (AMQPError, KombuError, OSError, AttributeError)
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,13 @@ exist on SQS, so what a worker holds is read in its log.
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,11 +21,18 @@ import pytest
 from example_project.private_sqs import private_sqs, require_sqs
 from pytest_celery_native_delay import installed
 from tests.acceptance.worker import REPOSITORY, Fleet, Worker, fleet_on
+from tests.proxy import Proxy
 from tests.waiting import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.ci
 
 HOP_SECONDS = 3
+CONF: dict[str, Any] = {
+    "tests_hop_seconds": HOP_SECONDS,
+    "broker_transport_options": {"wait_time_seconds": 1, "polling_interval": 0.1},
+    "task_create_missing_queues": True,
+    "task_queues": None,
+}
 SHORT, LONG = 2.5, 6.0
 
 #: By the queue that they consume from.
@@ -32,14 +42,8 @@ RECEIVERS = ("installed", "plain", "relayed")
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     installed(require_sqs)
-    conf: dict[str, Any] = {
-        "tests_hop_seconds": HOP_SECONDS,
-        "broker_transport_options": {"wait_time_seconds": 1, "polling_interval": 0.1},
-        "task_create_missing_queues": True,
-        "task_queues": None,
-    }
     folder = tmp_path_factory.mktemp("fleet")
-    with private_sqs() as sqs, fleet_on(sqs.url, folder, **conf) as fleet:
+    with private_sqs() as sqs, fleet_on(sqs.url, folder, **CONF) as fleet:
         yield fleet
 
 
@@ -138,3 +142,25 @@ def test_a_worker_reports_a_wrong_delay_queue_and_runs_immediate_tasks(
     assert "other-delay.fifo: DelaySeconds is 1, expected 3: aws sqs set-queue-attributes" in line
     task = fleet.app().tasks["note"].apply_async((0,), queue="other")
     fleet.record.wait_for(1, task_id=task.id)
+
+
+def test_an_outage_of_sqs_ends_no_worker(tmp_path: Path) -> None:
+    """Its connections are cut, and new ones refused; tasks below and above one hop run after it."""
+    installed(require_sqs)
+    with private_sqs() as sqs, socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+
+        def reach() -> socket.socket:
+            return socket.create_connection(("127.0.0.1", sqs.port))
+
+        url = sqs.url.replace(str(sqs.port), str(port))
+        with fleet_on(url, tmp_path, **CONF) as fleet:
+            with closing(Proxy(listener, reach)):
+                worker = fleet.worker()
+                note = fleet.app().tasks["note"]
+                ids = [note.apply_async((1,), countdown=each).id for each in (SHORT, LONG)]
+            worker.wait_for_log("relaying", "next attempt", count=2)
+            with closing(Proxy(socket.create_server(("127.0.0.1", port)), reach)):
+                ran = fleet.record.wait_for_ids(ids)
+        assert [len(ran[task_id]) for task_id in ids] == [1, 1]
+        assert not worker.log_lines("Unrecoverable error")

@@ -7,12 +7,15 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from threading import Event, Thread
 from time import monotonic
 from typing import Any
 
 import pytest
 
 from celery_native_delay import Debounce, Delay, StoreUnavailable, install
+from celery_native_delay.records import database
+from celery_native_delay.records.interface import Change, RecordName
 from celery_native_delay.records.waiting import RUN
 from celery_native_delay.store.interface import Store
 from celery_native_delay.store.opened import store_at
@@ -305,6 +308,52 @@ def test_calls_whose_packets_are_lost_end_and_the_store_answers_again(place: Pla
                 store.census()
     wait_until(lambda: answers(store))
     store.close()
+
+
+@pytest.mark.parametrize("place", [in_ci("postgresql")], indirect=True)
+def test_a_process_that_is_frozen_in_a_transaction_keeps_nothing_locked(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does a locked row take all threads of another process, which asks for other rows."""
+    limits = database._LIMITS.replace("5000", "100").replace("30000", "4000")
+    monkeypatch.setattr(database, "_LIMITS", limits)
+    name = RecordName("lead", "")
+    frozen, goes_on = Event(), Event()
+
+    def decide(snapshot: Any) -> Change[bool]:
+        frozen.set()
+        goes_on.wait(PATIENCE_SECONDS)
+        return Change(answer=True, text="1", kept_us=1 << 61)
+
+    stores = [store_at(place.url, "shop", timeout_seconds=PATIENCE_SECONDS) for _ in range(2)]
+    one, other = stores
+    one.state.change(name, lambda _: Change(answer=True, text="0", kept_us=1 << 61))
+
+    def freeze() -> None:
+        with suppress(StoreUnavailable):
+            one.state.change(name, decide)
+
+    thread = Thread(target=freeze)
+    thread.start()
+    frozen.wait(PATIENCE_SECONDS)
+
+    def changed() -> bool | None:
+        with suppress(StoreUnavailable):
+            return other.state.change(
+                name, lambda _: Change(answer=True, text="2", kept_us=1 << 61)
+            )
+        return None
+
+    assert changed() is None
+    for _ in range(2 * MOST_AT_ONCE):
+        changed()
+    assert answers(other)
+    wait_until(changed)
+    goes_on.set()
+    thread.join()
+    assert other.state.read(name).text == "2"
+    for store in stores:
+        store.close()
 
 
 def answers(store: Store) -> bool:

@@ -6,12 +6,14 @@ from threading import Thread
 from typing import Any, cast
 
 import pytest
+from kombu.exceptions import OperationalError
 
 from celery_native_delay.errors import StoreUnavailable
 from celery_native_delay.store import dispatcher as dispatcher_module
 from celery_native_delay.store.dispatcher import Dispatcher
 from celery_native_delay.store.entry import StoreEntry
 from celery_native_delay.store.interface import Taken, TakenRow
+from tests.traffic import beside
 from tests.waiting import wait_until
 
 
@@ -108,3 +110,15 @@ def test_what_is_published_is_noted_as_soon_as_the_store_is_back(
     assert store.asked[first : first + 5] == ["take", "settle", "settle", "settle", "release"]
     assert store.published == [store.row]
     assert (broker.published, dispatcher.promoted) == (1, 1)
+
+
+def test_an_outage_of_the_broker_is_one_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """A broker that cannot be reached is no bug, so no traceback hides the line."""
+
+    def connect() -> Any:
+        raise OperationalError("connection refused")
+
+    dispatcher = Dispatcher(cast(Any, EmptyStore(leads=True)), connect)
+    with beside(dispatcher.run, stop=dispatcher.stop):
+        wait_until(lambda: "OperationalError: connection refused" in caplog.text)
+    assert "Traceback" not in caplog.text

@@ -8,8 +8,9 @@ from time import monotonic
 from typing import Any
 
 import amqp
+from kombu.exceptions import OperationalError
 
-from ...errors import errors_ignored
+from ...errors import described, errors_ignored
 from ...message import HEADER
 from ...store.entry import StoreEntry
 from ..interface import Wait, connect_once
@@ -80,9 +81,9 @@ class RowPublisher:
         try:
             self._deliverer.deliver(due, outcomes, deadline=deadline)
         except self._lost as exc:
-            self._lost_by = exc
+            self._lost_by = OperationalError(described(exc))
             if not outcomes:
-                raise
+                raise self._lost_by from exc
         return {at: None if error is None else text_of(error) for at, error in outcomes.items()}
 
     def _publication(self, entry: StoreEntry) -> Publication:

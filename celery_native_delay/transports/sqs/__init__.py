@@ -50,6 +50,10 @@ class Channel(DelayingChannel, SQS.Channel):  # type: ignore[misc]
             message["properties"]["MessageGroupId"] = group
         super().put_due(message, entry)
 
+    def _on_messages_ready(self, queue: str, qname: str, messages: Any) -> Any:
+        # kombu reads an answer such as 503 as [], with which its worker ends (kombu 5.7).
+        return super()._on_messages_ready(queue, qname, messages or {})
+
     def let_wait(self, queue: str, message: dict[str, Any], *, due_us: int, **kwargs: Any) -> Any:
         if not can_delay(queue):
             leave_to_celery(queue)

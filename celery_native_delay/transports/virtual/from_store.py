@@ -7,8 +7,9 @@ from typing import Any
 from uuid import uuid4
 
 from billiard.exceptions import SoftTimeLimitExceeded
+from kombu.exceptions import OperationalError
 
-from ...errors import errors_ignored
+from ...errors import described, errors_ignored
 from ...message import HEADER
 from ...records.publishing import RecordedPublish
 from ...store.entry import StoreEntry
@@ -88,9 +89,9 @@ class ChannelPublisher:
             try:
                 self._channel.put_due(message_of(entry), entry)
                 outcomes[at] = None
-            except self._lost:
+            except self._lost as error:
                 if not outcomes:
-                    raise
+                    raise OperationalError(described(error)) from error
                 return outcomes
             except SoftTimeLimitExceeded:  # under the test clock, in a task
                 raise
