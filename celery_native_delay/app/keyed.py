@@ -186,7 +186,7 @@ class KeyedCalls:
     def _standing_id(self, kind: KeyKind, task: str, key: str) -> str | None:
         """Return the id of the last task with this key, which may have run already."""
         check_word("kind", kind, KeyKind)
-        _check_key(key)
+        _checked(task, key)
         seen: Seen = self._ask_keys(lambda records: records.read(name_of(kind, task, key)))
         return None if seen.record is None else seen.record.id
 
@@ -351,18 +351,20 @@ def _mark_of(kind: str, signature: Any, key: object, until: str | None = None) -
             f"expected the signature of a single task, got a {kinds}: a key is for one message; "
             f"send a task that starts the {kinds}"
         )
-    return Mark(kind, signature.task, _check_key(key), until)
+    return Mark(kind, *_checked(signature.task, key), until)
 
 
-def _check_key(key: object) -> str:
+def _checked(task: str, key: object) -> tuple[str, str]:
+    """Return the name of a task, and its key. Raises TypeError or ValueError."""
     if not isinstance(key, str) or not key:
         raise TypeError(f"expected key to be a text such as 'user:7', got {key!r}")
-    if not is_text(key):
-        raise ValueError(
-            f"expected key to be a text that UTF-8 can encode, got {key!r}: replace its lone "
-            f"surrogates, for example by key.encode(errors='replace').decode()"
-        )
-    return key
+    for what, text in (("key", key), ("task", task)):
+        if not is_text(text):
+            raise ValueError(
+                f"expected {what} to be a text that UTF-8 can encode, got {text!r}: replace its "
+                f"lone surrogates, for example by {what}.encode(errors='replace').decode()"
+            )
+    return task, key
 
 
 def _refuse_times(signature: Signature) -> None:

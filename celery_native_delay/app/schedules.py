@@ -563,7 +563,7 @@ class Schedules:
         self._ask(lambda records: records.change(self._name(name), rule))
 
     def _known(self, name: str) -> State:
-        ((_, state),) = self._states((name,))
+        state = next(self._states((name,)))[1] if is_text(name) else None
         if state is None:
             known = ", ".join(self._names()) or "none"
             raise KeyError(f"expected the name of a schedule entry, got {name!r}; known: {known}")

@@ -21,6 +21,7 @@ from ..keyed.record import CALLS, key_and_kind
 from ..now import moment, time_ns
 from ..records.waiting import HELD
 from ..store.entry import StoreEntry
+from ..texts import is_text
 from .installation import ask_broker
 
 
@@ -89,6 +90,8 @@ def _declared(app: Celery, name: str) -> tuple[str, str, str]:
         queue = app.amqp.router.expand_destination(name)["queue"]
     except QueueNotFound as exc:
         raise CannotDelay(f"expected a queue of task_queues, got {name!r}: {exc}") from exc
+    if not is_text(name):
+        raise CannotDelay(f"expected a queue whose name UTF-8 can encode, got {name!r}")
     if queue.exchange.type == "fanout":
         raise CannotDelay(f"expected a queue, got {name!r}, which broadcasts")
     ask_broker(app, lambda channel, _: queue(channel).declare())

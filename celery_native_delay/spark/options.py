@@ -13,6 +13,7 @@ from zoneinfo import ZoneInfo
 
 from ..errors import InvalidFanOut, SettingsError
 from ..rates.rate import Rate
+from ..texts import is_text
 from ..urls import without_password
 
 #: The name of a column, or a ``pyspark.sql.Column``.
@@ -191,7 +192,7 @@ def _is_flag(value: object) -> bool:
 
 
 def _matches(pattern: str) -> Callable[[object], bool]:
-    return lambda value: isinstance(value, str) and re.fullmatch(pattern, value) is not None
+    return lambda value: is_text(value) and re.fullmatch(pattern, value) is not None
 
 
 def _number(at_least: float) -> Callable[[object], bool]:

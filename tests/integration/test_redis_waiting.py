@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from celery import Celery
 from kombu import Queue
 
-from celery_native_delay import CannotDelay, Delay, Query, delay_headers, install
+from celery_native_delay import CannotDelay, Delay, InvalidQuery, Query, delay_headers, install
 from celery_native_delay.bulk import bulk
 from celery_native_delay.testing import PrivateRedis
 from tests.integration.redis_traffic import promoting, store_of
@@ -102,3 +102,36 @@ def test_a_search_of_thousands_of_tasks_in_several_scripts(app: Celery, delay: D
         assert list(delay.ls(search, limit=3000).tasks) == expected
         assert list(delay.ls(search, offset=7, limit=3).tasks) == expected[7:10]
         assert delay.count(search) == len(expected)
+
+
+ODD = "a\ud800"
+"""UTF-8 cannot encode the lone surrogate."""
+
+
+def test_an_id_with_a_lone_surrogate_waits_is_found_and_cancelled(
+    app: Celery, delay: Delay
+) -> None:
+    send_task(app, 1, countdown=1000, task_id=ODD)
+    with bulk(app) as batch:
+        batch.send("shop.order", countdown=1000, task_id=f"{ODD}b")
+    assert delay.ids() == [ODD, f"{ODD}b"]
+    assert (bool(delay.cancel(ODD)), bool(delay.run_now(f"{ODD}b"))) == (True, True)
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda app: Delay(app).unique(app.signature(ODD), key="7"), ValueError),
+        (lambda app: Delay(app).cancel(key="7", task=ODD, kind="unique"), ValueError),
+        (lambda app: Delay(app).update("order-1", queue=ODD), CannotDelay),
+        (lambda app: Delay(app).hold(ODD), InvalidQuery),
+        (lambda app: Delay(app).schedules().pause(ODD), KeyError),
+        (lambda app: Delay(app).schedules().remove(ODD), KeyError),
+    ],
+)
+def test_another_name_with_a_lone_surrogate_is_a_clear_error(
+    app: Celery, call: Callable[[Celery], object], error: type[Exception]
+) -> None:
+    send_task(app, 1, countdown=1000)
+    with pytest.raises(error, match="expected"):
+        call(app)

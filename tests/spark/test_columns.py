@@ -211,6 +211,7 @@ def test_bad_rows_are_rejected_with_a_reason_and_other_rows_are_sent(spark: Any)
         ({"countdown": "wait", "queue": "emails"}, "or lit.'emails'. for all rows"),
         ({"countdown": "wait", "priority": "text"}, "a whole number"),
         ({"countdown": "wait", "app": "shop.app"}, "pkg.mod:app"),
+        ({"countdown": "wait", "run_id": "a\ud800"}, "expected run_id to be"),
         ({"countdown": "wait", "smear": -1}, "expected smear to be"),
         ({"countdown": "wait", "connections": 0}, "from 1 to 1000, got 0"),
         ({"countdown": "wait", "max_rate": 0}, "tasks per second"),

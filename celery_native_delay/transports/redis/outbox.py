@@ -15,6 +15,7 @@ from redis import exceptions
 
 from ...errors import NativeDelayError, errors_ignored
 from ...records.redis_link import digest_of
+from ...texts import storable
 from .. import outbox
 from ..virtual.outbox import Collecting, VirtualOutbox
 from ..virtual.wrapping import encoded
@@ -47,7 +48,7 @@ class RedisMessage(NamedTuple):
 
     def another(self, envelope: str, *, due_us: int, task_id: str, delivery_tag: str) -> Self:
         destination, front = self.destination, self.front
-        name = member(task_id, delivery_tag, destination.keys[0])
+        name = member(storable(task_id), delivery_tag, destination.keys[0])
         return self.__class__(destination, front, due_us, name, envelope.encode())
 
 

@@ -9,7 +9,7 @@ from kombu.utils.json import dumps
 
 from ...due_time import eta_of
 from ...message import HEADER, STORED, VERSION, Delayed, cancel, due_ms_of, is_own, undo_cancel
-from ...texts import is_text
+from ...texts import is_text, storable
 
 
 def wrapped(
@@ -41,7 +41,7 @@ def id_of(message: Mapping[str, Any]) -> str:
     """Return the message's task id, or else the correlation id or delivery tag."""
     headers, properties = message.get("headers") or {}, message["properties"]
     found = headers.get("id") or properties.get("correlation_id") or properties["delivery_tag"]
-    return str(found)
+    return storable(str(found))
 
 
 def encoded(message: Mapping[str, Any]) -> str:
