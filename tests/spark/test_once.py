@@ -188,7 +188,15 @@ With ``NATIVE_DELAY_TEST_TASKS=20000``, all 20,000 ran once in each place: on 20
 
 @pytest.mark.ci
 @pytest.mark.timeout(600 + RETRIED // 10)
-@pytest.mark.parametrize("place", ["in broker", "in store", "redis"], indirect=True)
+@pytest.mark.parametrize(
+    "place",
+    [
+        # Each starts three Sparks. In these two, the tests above and below send rows again.
+        *(pytest.param(f"in {each}", marks=pytest.mark.tools) for each in ("broker", "store")),
+        "redis",
+    ],
+    indirect=True,
+)
 def test_a_job_that_is_killed_twice_and_sent_a_third_time_runs_each_row_once(
     app: str,
     settings: dict[str, Any],
