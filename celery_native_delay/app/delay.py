@@ -25,6 +25,8 @@ from ..errors import (
     SettingsError,
     StoreUnavailable,
 )
+from ..keyed.record import name_of as name_of_key
+from ..keyed.rules import BELIEVED_US, keep
 from ..now import time_ns
 from ..rates.line import Asked, Line, RateLine, name_of, places_in
 from ..rates.rate import Rate, key_text
@@ -464,7 +466,23 @@ class Delay(HoldCalls, KeyedCalls):
         edit: Edit | None = None,
         progress: Progress | None = None,
     ) -> list[Outcome]:
-        return self._change(task_ids, lambda found, ids: found.move(ids, due_us, edit), progress)
+        moved = self._change(task_ids, lambda found, ids: found.move(ids, due_us, edit), progress)
+        self._keep_keys(moved)
+        return moved
+
+    def _keep_keys(self, moved: Iterable[Outcome]) -> None:
+        """Keep the keys of tasks that now wait longer than a key is believed to be taken."""
+        far_us = time_ns() // 1000 + BELIEVED_US // 2
+        kept = [
+            (name_of_key(task.kind, task.name, task.key), partial(keep, task_id=task.id, due_us=at))
+            for each in moved
+            if (at := each.due_us or 0) > far_us
+            for task in each.tasks
+            if task.key
+        ]
+        with suppress(StoreUnavailable, OperationalError):  # the tasks are moved all the same
+            if kept:
+                self._ask_keys(lambda records: [records.change(*each) for each in kept])
 
     def _change(
         self,

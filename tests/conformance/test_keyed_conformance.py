@@ -388,6 +388,23 @@ def test_the_next_call_replaces_a_task_that_was_moved_to_later(
         assert waiting_ids(delay, moved[kind], last) <= {last}, kind
 
 
+def test_a_task_that_was_moved_by_days_keeps_its_key(
+    key: str, app: Celery, delay: Delay, reindex: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A key without a task is forgotten a day after its due time, and here after no time."""
+    monkeypatch.setattr("celery_native_delay.app.delay.BELIEVED_US", 0)
+    calls = {
+        "debounce": partial(delay.debounce, seconds=LONG / 2),
+        "unique": partial(delay.unique, countdown=LONG / 2),
+    }
+    for kind, call in calls.items():
+        task_id = call(reindex.s(1), key=key).id
+        moved = delay.reschedule(task_id, countdown=LONG)
+        record = read(app, name_for(kind, key)).record
+        assert record is not None
+        assert (record.id, record.due_us) == (task_id, moved.due_us), kind
+
+
 SHIFTED = """
 import sys, time
 real, shift_ns = time.time_ns, round(float(sys.argv[1]) * 1e9)
