@@ -492,6 +492,13 @@ def test_every_celery_command_exists_with_its_options(line: str) -> None:
         command.make_context(path[-1], words, obj=SimpleNamespace(app=Celery(set_as_current=False)))
 
 
+def test_every_delay_command_in_a_sentence_exists() -> None:
+    """Only `delay capacity` stands among what we left out."""
+    words = r"`(?:celery -A \w+ )?delay\s+([a-z-]+)"
+    named = {name for page in PAGES for name in re.findall(words, page.read_text())}
+    assert named - set(delay.commands) == {"capacity"}
+
+
 def test_the_plans_shown_are_what_the_command_prints(shop: Path) -> None:
     consoles = [example.text for example in EXAMPLES if example.language == "console"]
     plans = [text for text in consoles if re.match(r"\$ celery -A shop delay plan .*\n[^$]", text)]
