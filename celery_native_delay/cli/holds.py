@@ -33,7 +33,7 @@ _named = all_of(
 
 @command(name="hold")
 @_named
-@click.option("--for", "seconds", type=Duration(), help="Such as 2h. Without it, until `release`.")
+@click.option("--for", "seconds", type=Duration(), help="Such as 2h; or until `release`.")
 @as_json_option
 def hold(ctx: click.Context, as_json: bool, **chosen: Any) -> None:
     """Start no more tasks named TASK, such as shop.call_api or shop.*, until `release`.
@@ -61,7 +61,7 @@ def drop(ctx: click.Context, as_json: bool, force: bool, **chosen: Any) -> None:
 
 @command(name="release")
 @_named
-@click.option("--rate", help='Let go so many tasks, such as "50/s". Without it, all at once.')
+@click.option("--rate", help='Start so many tasks, such as "50/s". Without it, all at once.')
 @as_json_option
 def release(ctx: click.Context, as_json: bool, **chosen: Any) -> None:
     """End a hold, a drop or a pause of RetryAfter. Held tasks run, oldest first.
@@ -78,7 +78,7 @@ def release(ctx: click.Context, as_json: bool, **chosen: Any) -> None:
 def holds(ctx: click.Context, as_json: bool) -> None:
     """Show the holds and drops: who made each, since and until when, and how many tasks wait.
 
-    "ended" are tasks that a dead `release` has left: release them again.
+    "ended" are tasks that an interrupted `release` has left: release them again.
     """
     found = delay_of(ctx).holds()
 

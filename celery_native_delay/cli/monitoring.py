@@ -38,7 +38,7 @@ from .group import (
     type=Duration(at_least=0.1),
     default=5.0,
     show_default=True,
-    help="Time between two looks at broker and store: seconds, or such as 1min.",
+    help="Time between two readings of broker and store: seconds, or such as 1min.",
 )
 @loglevel_option
 @as_json_option

@@ -29,7 +29,7 @@ _options = click.option("--options", type=Json(dict), help="""Such as '{"queue":
 
 
 @command(name="schedules", cls=click.Group, invoke_without_command=True)
-@click.option("--remove-all", is_flag=True, help="Remove all entries and waiting occurrences.")
+@click.option("--remove-all", is_flag=True, help="Remove all entries and waiting runs.")
 @as_json_option
 def schedules(ctx: click.Context, remove_all: bool, as_json: bool) -> None:
     """List the schedule entries.

@@ -172,7 +172,7 @@ def cancel(ctx: click.Context, **chosen: Any) -> None:
 @_chosen
 @click.option("--countdown", type=Duration(), help="From now: seconds, or such as 1h30m, 2d.")
 @click.option("--eta", type=Moment(), metavar="TIME", help="ISO 8601, or 'tomorrow 09:00'.")
-@click.option("--by", type=Duration(), help="Later than now due, such as +2h; -2h: earlier.")
+@click.option("--by", type=Duration(), help="Move due times: +2h is later, -2h earlier.")
 @click.option(
     "--spread", type=Duration(at_least=0), help="Due one after the other over this time, evenly."
 )
@@ -214,7 +214,7 @@ def reschedule(
 @click.option("--kwargs", type=Json(dict), help="""All keyword arguments, such as '{"user": 7}'.""")
 @click.option("--priority", type=click.IntRange(0, 255))
 @click.option("--queue", help="The queue that gets the task.")
-@click.option("--expires", type=Moment(), metavar="DURATION|TIME", help="It never starts later.")
+@click.option("--expires", type=Moment(), metavar="DURATION|TIME", help="No start after then.")
 @as_json_option
 def update(ctx: click.Context, id_: str, as_json: bool, **parts: Any) -> None:
     """Change arguments, priority, queue or expiry of the waiting task ID; the rest stays.
