@@ -145,19 +145,6 @@ def test_a_failover_to_another_broker(
 
 
 @on_one_version
-@pytest.mark.ci
-def test_delays_with_publisher_confirms(fleet: Fleet) -> None:
-    """Publisher confirms: py-amqp then replaces basic_publish on the channel instance."""
-    fleet.conf["broker_transport_options"] = {"confirm_publish": True}
-    fleet.worker()
-    app = fleet.app()
-    send_and_wait(fleet, app)
-    send_and_wait(fleet, app, exchange="shop", routing_key="orders.new")
-    result = app.send_task("again", (2, 0.3), countdown=0.3)
-    assert len(fleet.record.wait_for(3, task_id=result.id)) == 3
-
-
-@on_one_version
 def test_a_connection_that_the_user_created(fleet: Fleet) -> None:
     """`apply_async(connection=…)` and `producer=…` with objects that the user created."""
     fleet.worker()

@@ -134,21 +134,3 @@ def test_a_worker_that_starts_before_its_store_dispatches_later(
         assert worker.log_lines("delays.db does not work", "it does not answer yet")
         assert not worker.log_lines("native delay is OFF")
     fleet.record.wait_for(1, task_id=task_id)
-
-
-def test_tasks_run_once_and_on_time_with_several_workers_on_a_filesystem(
-    folder_fleet: Fleet,
-) -> None:
-    fleet = folder_fleet
-    app = fleet.app()
-    workers = [fleet.worker(queues="default", name=name, wait=False) for name in ("one", "two")]
-    for worker in workers:
-        worker.wait_ready()
-    before = time()
-    delays = [0.5 + number / 50 for number in range(50)]
-    sent = [app.send_task("note", (delay,), countdown=delay).id for delay in delays]
-    after = time()
-    by_id = fleet.record.wait_for_ids(sent)
-    for delay, task_id in zip(delays, sent, strict=True):
-        (run,) = by_id[task_id]
-        run.assert_on_time(before + delay, after + delay)

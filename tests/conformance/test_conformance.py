@@ -18,6 +18,7 @@ from celery_native_delay import DelaySettings, DelayTooLong, InvalidDueTime, Set
 from celery_native_delay.due_time import due_us
 from celery_native_delay.transports.interface import Wait
 from tests.acceptance.worker import EARLY_SECONDS, Fleet, Worker, fleet_on
+from tests.brokers import ON_RABBITMQS
 from tests.conformance.brokers import BROKERS as ALL_BROKERS
 from tests.conformance.brokers import (
     Broker,
@@ -41,6 +42,9 @@ from tests.waiting import wait_until
 #: Valkey answers as Redis does: tests/integration/test_redis_* run on it, and two tests here.
 BROKERS = without("valkey")
 also_on_valkey = pytest.mark.parametrize("broker", ALL_BROKERS, indirect=True, scope="session")
+
+#: tests/acceptance/test_tasks.py has the retries on the others.
+NOT_IN_TEST_TASKS = without("redis", *(str(each.id) for each in ON_RABBITMQS))
 
 FANOUT = Exchange("news", type="fanout")
 
@@ -288,7 +292,7 @@ def worker(fleet: Fleet) -> Worker:
     return fleet.worker()
 
 
-@also_on_valkey
+@pytest.mark.parametrize("broker", NOT_IN_TEST_TASKS, indirect=True, scope="session")
 @pytest.mark.usefixtures("worker")
 def test_a_task_that_retries_comes_back_to_its_queue(fleet: Fleet) -> None:
     app = fleet.app()

@@ -16,7 +16,7 @@ from amqp.exceptions import (
     NotFound,
     RecoverableConnectionError,
 )
-from kombu import Connection, Producer, Queue
+from kombu import Connection, Producer
 from kombu.exceptions import OperationalError
 
 from celery_native_delay import (
@@ -50,7 +50,6 @@ from tests.integration.traffic import (
     inbox,
     parked_count,
 )
-from tests.rabbitmqs import private_rabbitmq
 from tests.traffic import beside, eta_in, publish
 from tests.waiting import wait_until
 
@@ -261,36 +260,6 @@ def test_deleted_levels_are_declared_again_by_the_next_publish(
     came = arrives(vhost_url, "orders", 2)
     assert sorted(bodies(came)) == ["after", "by name"]
     for arrival in came:
-        assert_on_time(arrival)
-
-
-@pytest.mark.ci
-@on_one_version
-def test_the_connection_fails_over_to_another_broker(rabbitmq_version: str, vhost_url: str) -> None:
-    """Both brokers are empty; the first one is killed."""
-    with (
-        private_rabbitmq(version=rabbitmq_version, management=False) as first,
-        delaying(f"{first.url};{vhost_url}") as connection,
-    ):
-        producer = Producer(connection)
-        orders = Queue("orders", durable=True)
-
-        def send(body: str) -> None:
-            producer.publish(
-                body,
-                routing_key="orders",
-                declare=[orders],
-                headers={"eta": eta_in(3)},
-                retry=True,
-                retry_policy={"max_retries": 20, "interval_start": 0.05},
-            )
-
-        send("first")
-        assert bodies(arrives(first.url, "orders")) == ["first"]
-        first.kill()
-        send("second")
-        (arrival,) = arrives(vhost_url, "orders")
-        assert arrival.body == "second"
         assert_on_time(arrival)
 
 

@@ -290,11 +290,3 @@ def test_purge_deletes_waiting_or_parked_messages(store: RedisBrokerStore) -> No
     assert entries(store) == store.census().parked == 1
     assert store.purge(parked=True) == 1
     assert entries(store) == 0
-
-
-def test_flushed_scripts_are_loaded_again(store: RedisBrokerStore) -> None:
-    add(store, "one")
-    store.client.script_flush()
-    add(store, "two")
-    store.client.script_flush()
-    assert promote(store).delivered == 2
