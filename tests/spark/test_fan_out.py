@@ -241,7 +241,7 @@ def test_restarts_and_a_memory_alarm_of_the_broker_lose_no_task(
     installed_rabbitmq()
     with private_rabbitmq(management=False) as broker:
         app = make_app(broker.url, levels=16)
-        df = spark.range(4_000).selectExpr("id as number")
+        df = spark.range(2_000).selectExpr("id as number")
 
         def send(run_id: str, **options: Any) -> None:
             fan_out = FanOut(
@@ -255,9 +255,9 @@ def test_restarts_and_a_memory_alarm_of_the_broker_lose_no_task(
                 **options,
             )
             result = fan_out.send()
-            assert result.confirmed == 4_000
+            assert result.confirmed == 2_000
             # All but what each partition learns from.
-            assert sum(receipt.by_template for receipt in result.receipts) > 2_000
+            assert sum(receipt.by_template for receipt in result.receipts) > 1_000
 
         send("first")
         broker.stop()
@@ -273,7 +273,7 @@ def test_restarts_and_a_memory_alarm_of_the_broker_lose_no_task(
 
         def third() -> None:
             try:
-                send("third", max_rate=120.0)
+                send("third", max_rate=80.0)
             except BaseException as exc:
                 errors.append(exc)
 
@@ -289,7 +289,7 @@ def test_restarts_and_a_memory_alarm_of_the_broker_lose_no_task(
         job.join(timeout=PATIENCE_SECONDS)
         assert not job.is_alive()
         assert errors == []
-        assert waiting() >= 12_000
+        wait_until(lambda: waiting() >= 6_000)  # quorum queues report their counts later
 
 
 @pytest.mark.parametrize("broker", ["redis", "store"])
