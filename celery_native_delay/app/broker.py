@@ -91,6 +91,10 @@ _TIMEOUTS = {
 _SLOW_SECONDS = 1.0
 
 
+#: The attribute of the app's own pool that keeps the pool beside it.
+_BOUNDED = "native_delay_bounded"
+
+
 def answer_limits(connection: Any) -> dict[str, float]:
     """Return transport options that give a broker ``native_delay_store_timeout_seconds``.
 
@@ -112,8 +116,10 @@ def bounded_connection(app: Any) -> Any:
 @contextmanager
 def bounded(app: Any) -> Iterator[Any]:
     """Yield a :func:`bounded_connection`, from a pool of such connections."""
-    _ = app.pool  # sets the limit of all pools
-    with pools.connections[bounded_connection(app)].acquire(block=True) as connection:
+    own = app.pool  # also sets the limit of all pools
+    if not hasattr(own, _BOUNDED):  # looking the pool up takes longer than a question
+        setattr(own, _BOUNDED, pools.connections[bounded_connection(app)])
+    with getattr(own, _BOUNDED).acquire(block=True) as connection:
         yield connection
 
 

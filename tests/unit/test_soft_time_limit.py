@@ -41,7 +41,7 @@ def connect() -> None:
 
 
 def hold() -> None:
-    app = SimpleNamespace(pool=None, connection_for_write=interrupted)
+    app = SimpleNamespace(pool=SimpleNamespace(), connection_for_write=interrupted)
     retrying._hold(app, "t", None, 1, {})  # type: ignore[arg-type]
 
 
