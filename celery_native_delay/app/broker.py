@@ -85,6 +85,7 @@ def unconnected(app: Any) -> Any:
 _TIMEOUTS = {
     "amqp": ("read_timeout", "write_timeout"),
     "redis": ("socket_timeout", "socket_connect_timeout"),
+    "pgmq": ("pool_timeout",),
 }
 
 #: A single broker that has kept us waiting for so many seconds is not tried a second time.
@@ -95,14 +96,19 @@ _SLOW_SECONDS = 1.0
 _BOUNDED = "native_delay_bounded"
 
 
-def answer_limits(connection: Any) -> dict[str, float]:
+def answer_limits(connection: Any) -> dict[str, Any]:
     """Return transport options that give a broker ``native_delay_store_timeout_seconds``.
 
-    Without such options, kombu waits for ever for an answer of a Redis or RabbitMQ that hangs.
+    Without such options, kombu waits for ever for an answer of a Redis or RabbitMQ that hangs, and
+    for minutes for an answer of SQS.
     """
     option = (connection.transport_options or {}).get(OPTION)
-    names = _TIMEOUTS.get(connection.get_transport_cls().driver_type, ())
-    return dict.fromkeys(names, settings_from_option(option or True).store_timeout_seconds)
+    seconds = settings_from_option(option or True).store_timeout_seconds
+    driver = connection.get_transport_cls().driver_type
+    if driver == "sqs":
+        limits = {"connect_timeout": seconds, "read_timeout": seconds}
+        return {"client-config": {**limits, "retries": {"total_max_attempts": 2}}}
+    return dict.fromkeys(_TIMEOUTS.get(driver, ()), seconds)
 
 
 def bounded_connection(app: Any) -> Any:

@@ -211,7 +211,7 @@ def installed_settings(ctx: click.Context, *, raises_if_unsupported: bool = True
             'set native_delay_enabled = "drain"'
         )
     connection = app.connection_for_write()
-    if connection.transport.driver_type == "redis":  # RabbitMQ may need minutes to purge a queue
+    if connection.transport.driver_type != "amqp":  # RabbitMQ may need minutes to purge a queue
         limits = answer_limits(connection) | (app.conf.broker_transport_options or {})
         app.conf.broker_transport_options = limits
     return chosen

@@ -378,7 +378,7 @@ class StoreAdminPart(AdminPart):
 
     def verify(self) -> list[Finding]:
         if self._channel.keeps_all_in_store:
-            return []
+            return self._store.findings()
         return _unless_away(self.own.verify) or []
 
     def examine(self) -> list[Finding]:

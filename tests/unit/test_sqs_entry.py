@@ -7,10 +7,13 @@ from base64 import b64decode
 from typing import Any
 
 import pytest
+from celery import Celery
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_native_delay import CannotDelay
+from celery_native_delay import CannotDelay, install
+from celery_native_delay.app.broker import bounded_connection
+from celery_native_delay.transports.sqs import relay
 from celery_native_delay.transports.sqs.entry import (
     MOST_BYTES,
     Payload,
@@ -163,3 +166,14 @@ def test_the_group_of_a_message_is_the_users_or_its_tenant() -> None:
     tenant["properties"]["MessageGroupId"] = "mine"
     assert Payload.of(tenant, base64=False).arguments()["MessageGroupId"] == "mine"
     assert "MessageGroupId" not in Payload.of(message(delivery_tag="tag"), base64=False).arguments()
+
+
+def test_on_sqs_a_command_waits_seconds_for_an_answer_and_the_relay_a_long_poll() -> None:
+    """By default, boto waits five minutes for an SQS that hangs."""
+    app = install(Celery(broker="sqs://", set_as_current=False))
+    connection = bounded_connection(app)
+    config = connection.transport_options["client-config"]
+    assert (config["read_timeout"], config["retries"]) == (5, {"total_max_attempts": 2})
+    relay._leave_room(connection, 1)
+    config = connection.transport_options["client-config"]
+    assert config["read_timeout"] > relay.LONG_POLL_SECONDS

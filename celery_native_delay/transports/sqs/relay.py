@@ -311,11 +311,11 @@ class QueueRelay:
 
 
 def _leave_room(connection: Any, threads: int) -> None:
-    """Let boto3 keep at least one open connection for each thread."""
+    """Let boto3 keep at least one open connection for each thread, and wait for long polls."""
     options = connection.transport_options or {}
-    room = {"max_pool_connections": max(threads, 10)}
-    config = {"client-config": room | (options.get("client-config") or {})}
-    connection.transport_options = options | config
+    config = {"max_pool_connections": max(threads, 10)} | (options.get("client-config") or {})
+    config["read_timeout"] = max(config.get("read_timeout", 0), LONG_POLL_SECONDS + 10)
+    connection.transport_options = options | {"client-config": config}
 
 
 def _complain(what: str, exc: BaseException, pause_seconds: float) -> None:
