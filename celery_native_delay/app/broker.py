@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from time import monotonic
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from celery.utils.imports import symbol_by_name
 from kombu import pools
@@ -134,11 +136,13 @@ def opened(app: Any, connection: Any) -> Any:
 
     Raises OperationalError if the app has no such connection.
     """
+    if is_away(app) and (alone := unconnected(app)) is not None:
+        return alone
     try:
         _open(connection)
     except OperationalError:
-        alone = unconnected(app)
-        if alone is None:
+        note_away(app)
+        if (alone := unconnected(app)) is None:
             raise
         return alone
     return connection
@@ -160,15 +164,35 @@ def ask_on_a_connection(app: Any, question: Callable[[Any], T]) -> T:
 
     While the broker is away, *question* gets a connection that is enough to ask the store.
     """
+    if is_away(app) and (alone := unconnected(app)) is not None:
+        with suppress(OperationalError):  # it needs the broker
+            return question(alone)
     try:
         return _ask_connected(app, question)
     except OperationalError as exc:
-        alone = unconnected(app)
-        if alone is not None:
-            with suppress(OperationalError):  # it needs the broker
+        note_away(app)
+        if (alone := unconnected(app)) is not None:
+            with suppress(OperationalError):
                 return question(alone)
         name_broker(exc, app)
         raise
+
+
+#: Seconds without an attempt to connect, after one that failed, where a store needs no broker.
+AWAY_SECONDS = 5.0
+
+#: When they end, in monotonic seconds, by app.
+_away_until: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
+
+
+def is_away(app: Any) -> bool:
+    """Return True if the broker was away a moment ago."""
+    return monotonic() < _away_until.get(app, 0.0)
+
+
+def note_away(app: Any) -> None:
+    """Let :func:`is_away` return True for a moment."""
+    _away_until[app] = monotonic() + AWAY_SECONDS
 
 
 def _ask_connected(app: Any, question: Callable[[Any], T]) -> T:

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
-from time import monotonic
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -32,7 +31,9 @@ from ..transports.interface import AdminPart
 from .broker import (
     ask_on_a_connection,
     check_fits,
+    is_away,
     name_broker,
+    note_away,
     reach,
     unconnected,
     why_nothing_waits,
@@ -47,9 +48,6 @@ PREFIX = "native_delay_"
 
 #: About thirty years in seconds: Celery cannot compute an ETA from a much longer countdown.
 LONGEST_CELERY_SECONDS = 1e9
-
-#: Seconds without an attempt to connect, after one that failed.
-AWAY_SECONDS = 5.0
 
 #: The position of ``countdown`` in Celery's ``send_task``, which is the first of its options.
 _OPTIONS_AT = 3
@@ -76,8 +74,6 @@ class Installation:
         self._connected_delays: bool | None = None
         #: True if tasks can go into the store while the broker is away; None before a connection.
         self._writes_alone: bool | None = None
-        #: Until then, in monotonic seconds, tasks go into the store without the broker.
-        self._away_until = 0.0
         self._warned_of: set[str] = set()
         self.raises_if_unsupported = False
         """True in a ``delay`` command, which raises an error for an unsupported broker."""
@@ -228,7 +224,7 @@ class Installation:
             return send_task(*args, **options)
         options["task_id"] = options.get("task_id") or uuid()  # the same at the second attempt
         lost: OperationalError | None = None
-        if monotonic() > self._away_until:
+        if not is_away(self.app):
             is_sent = False
             try:
                 if self.app.pool.limit:  # otherwise each question is a connection more
@@ -237,7 +233,7 @@ class Installation:
                 return send_task(*args, **options)
             except OperationalError as exc:
                 lost = exc if is_sent else None
-                self._away_until = monotonic() + AWAY_SECONDS
+                note_away(self.app)
         connection = unconnected(self.app)
         if connection is not None and _goes_into_store(connection.default_channel, args, options):
             producer = self.app.amqp.Producer(connection, auto_declare=False)

@@ -8,12 +8,14 @@ from contextlib import closing
 from pathlib import Path
 from time import monotonic
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from celery import Celery
 from kombu.exceptions import OperationalError
 
 from celery_native_delay import Delay, Rate, StoreUnavailable, install
+from celery_native_delay.app import broker
 from celery_native_delay.app.runs import runs_of
 from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis
 from tests.brokers import on_one_version
@@ -77,3 +79,17 @@ def test_the_store_answers_while_rabbitmq_hangs(
             with hung(mortal_rabbitmq):
                 assert Delay(app).count() == 1
             assert Delay(app).count() == 1
+
+
+def test_several_calls_wait_once_for_a_broker_that_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each attempt takes seconds if it hangs, and the store has the answers."""
+    attempt = Mock(wraps=broker._open)
+    monkeypatch.setattr(broker, "_open", attempt)
+    monkeypatch.setattr(broker, "AWAY_SECONDS", PATIENCE_SECONDS)
+    with closing(shop("amqp://127.0.0.1:1", store=f"sqlite:///{tmp_path}/delays.db")) as app:
+        send_task(app, 1, countdown=600)
+        assert [Delay(app).count() for _ in range(3)] == [1, 1, 1]
+        assert Delay(app).cancel("order-1")
+    attempt.assert_not_called()  # the first send found out
