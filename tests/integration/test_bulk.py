@@ -171,7 +171,7 @@ def numbers(letters: Inbox) -> set[int]:
 @on_one_version
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    ("options", "count"), [({}, 2_000), ({"headers": {"tenant": "a"}}, 600)], ids=str
+    ("options", "count"), [({}, 1_000), ({"headers": {"tenant": "a"}}, 300)], ids=str
 )
 def test_the_broker_is_killed_in_the_middle_of_a_batch(
     mortal_rabbitmq: PrivateRabbitMQ, mortal_url: str, options: dict[str, Any], count: int

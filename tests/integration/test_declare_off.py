@@ -80,8 +80,7 @@ def test_what_delay_declare_makes_passes_verify(shop: Project) -> None:
 def test_delay_declare_makes_at_least_as_much_as_if_native_delay_declare_were_on(
     tmp_path: Path, rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str
 ) -> None:
-    """With the 64 level queues of the default settings."""
-    settings = {"management_url": rabbitmq.management_url}
+    settings = SMALL | {"management_url": rabbitmq.management_url}
     other = rabbitmq.new_vhost()
     try:
         for url, declare in ((vhost_url, False), (other, True)):
