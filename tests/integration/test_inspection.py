@@ -25,7 +25,7 @@ from celery_native_delay.transports.rabbitmq.inspection import examine, verify
 from celery_native_delay.transports.rabbitmq.management import ManagementAPI, management_of
 from celery_native_delay.transports.rabbitmq.status import RabbitStatus, status
 from celery_native_delay.transports.rabbitmq.topology import Binding, Exchange, Queue, Topology
-from tests.brokers import in_ci, on_one_version
+from tests.brokers import in_ci, in_turn, on_one_version
 from tests.integration.project import APP, Project
 from tests.integration.traffic import (
     SETTINGS,
@@ -186,15 +186,7 @@ DAMAGES = [
 each_damage = pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.name)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        in_ci({"fused_bits": 15, "levels": 31}),
-        {"fused_bits": 4, "levels": 9},
-    ],
-    ids=str,
-)
+@in_turn("settings", ({},), ({"fused_bits": 15, "levels": 31},), ({"fused_bits": 4, "levels": 9},))
 def test_verify_finds_nothing_after_declaring(
     rabbitmq: PrivateRabbitMQ, vhost_url: str, settings: dict[str, Any]
 ) -> None:
