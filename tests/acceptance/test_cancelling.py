@@ -19,7 +19,7 @@ from celery_native_delay import Delay
 from celery_native_delay.bulk import bulk
 from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis, private_redis, vhost_name
 from tests.acceptance.worker import Fleet, fleet_on
-from tests.brokers import ON_RABBITMQS, ON_SYSTEM, in_ci, installed_rabbitmq, on_one_version
+from tests.brokers import ON_SYSTEM, in_ci, installed_rabbitmq, on_one_version
 from tests.traffic import beside
 from tests.waiting import SLOWNESS, wait_until
 
@@ -34,10 +34,7 @@ pytestmark = [
 WAIT_SECONDS = 6.0 * SLOWNESS
 
 
-SYSTEM_AND_REDIS = pytest.mark.parametrize("fleet", [ON_SYSTEM, in_ci("redis")], indirect=True)
-
-
-@pytest.fixture(params=[*ON_RABBITMQS, in_ci("redis")])
+@pytest.fixture(params=[ON_SYSTEM, in_ci("redis")])
 def fleet(
     request: pytest.FixtureRequest,
     running_rabbitmq: Any,
@@ -151,7 +148,6 @@ def test_a_cancelled_task_never_runs_and_its_result_and_events_say_so(fleet: Fle
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("fleet", [ON_SYSTEM, "redis"], indirect=True)
 def test_exactly_the_hundred_cancelled_of_a_thousand_tasks_do_not_run(
     fleet: Fleet,
 ) -> None:
@@ -174,7 +170,6 @@ def test_exactly_the_hundred_cancelled_of_a_thousand_tasks_do_not_run(
     assert fleet.depth("default") == 0
 
 
-@SYSTEM_AND_REDIS
 def test_a_task_tells_its_story_from_its_wait_to_its_end(fleet: Fleet) -> None:
     """Who sent it, where it waits, what is wrong; which worker has it; how it ended."""
     app = fleet.app()
@@ -193,7 +188,6 @@ def test_a_task_tells_its_story_from_its_wait_to_its_end(fleet: Fleet) -> None:
     assert "not found. It may be" in delay.story("unknown")[0]
 
 
-@SYSTEM_AND_REDIS
 def test_a_rescheduled_task_runs_once_at_the_last_accepted_time(fleet: Fleet) -> None:
     """Rescheduled earlier, later, twice, and at the moment when it becomes due."""
     app = fleet.app()
