@@ -26,7 +26,7 @@ from celery_native_delay.testing import (
 from pytest_celery_native_delay import installed
 from tests.acceptance.worker import EARLY_SECONDS, FEW_LEVELS, REPOSITORY, Fleet, Run, fleet_on
 from tests.brokers import ON_SYSTEM, in_ci, installed_rabbitmq, on_one_version
-from tests.postgresql import PrivatePostgreSQL, private_postgresql
+from tests.postgresql import private_postgresql
 from tests.sentinel import private_sentinel
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
@@ -308,14 +308,11 @@ def test_two_plain_beats_of_the_same_entries_are_noticed(fleet: Fleet) -> None:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("store", ["redis", "postgresql"])
 @on_one_version
-def test_occurrences_wait_while_the_store_is_away(
-    vhost_url: str, tmp_path: Path, store: str
-) -> None:
+def test_occurrences_wait_while_the_store_is_away(vhost_url: str, tmp_path: Path) -> None:
     """At boot, and in between; then each entry goes on, and no due time runs twice."""
-    with running_store(store) as (server, url):
-        conf = {"native_delay_schedules": True, "native_delay_store": url}
+    with private_redis() as server:
+        conf = {"native_delay_schedules": True, "native_delay_store": server.url}
         with fleet_on(vhost_url, tmp_path, native_delay_levels=FEW_LEVELS, **conf) as fleet:
             server.kill()
             workers = [fleet.worker(beat_schedule=TICKS) for _ in range(2)]
@@ -387,16 +384,6 @@ def wait_for_all_ticks(fleet: Fleet) -> list[Run]:
 
     wait_until(all_ran)
     return fleet.record.runs()
-
-
-@contextmanager
-def running_store(kind: str) -> Iterator[tuple[PrivateRedis | PrivatePostgreSQL, str]]:
-    if kind == "redis":
-        with private_redis() as redis:
-            yield redis, redis.url
-    else:
-        with private_postgresql() as postgresql:
-            yield postgresql, postgresql.new_database()
 
 
 @contextmanager
