@@ -315,7 +315,10 @@ def test_occurrences_wait_while_the_store_is_away(vhost_url: str, tmp_path: Path
         conf = {"native_delay_schedules": True, "native_delay_store": server.url}
         with fleet_on(vhost_url, tmp_path, native_delay_levels=FEW_LEVELS, **conf) as fleet:
             server.kill()
-            workers = [fleet.worker(beat_schedule=TICKS) for _ in range(2)]
+            often = {"beat_schedule": TICKS, "beat_max_loop_interval": 2}
+            workers = [fleet.worker(wait=False, **often) for _ in range(2)]
+            for worker in workers:
+                worker.wait_ready()
             assert not fleet.record.runs()
             server.start()
             fleet.record.wait_for(6)
