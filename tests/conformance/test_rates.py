@@ -360,9 +360,9 @@ def test_malformed_messages_neither_end_a_worker_nor_hold_up_other_keys(fleet: F
 @in_order
 def test_one_worker_starts_the_tasks_of_a_rate_in_order(fleet: Fleet) -> None:
     """Except for messages that a busy broker delivers late."""
-    rates = {"native_delay_rates": {"call_api": "100/s"}}
+    rates = {"native_delay_rates": {"call_api": "40/s"}}
     app = fleet.app(**rates)
-    ids = [app.send_task("call_api", ("ada", number)).id for number in range(200)]
+    ids = [app.send_task("call_api", ("ada", number)).id for number in range(100)]
     fleet.worker(concurrency=1, **rates)
     fleet.record.wait_for_ids(ids)
     order = [run.args[1] for run in fleet.record.runs(name="call_api")]
