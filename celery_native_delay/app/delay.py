@@ -26,7 +26,7 @@ from ..errors import (
     StoreUnavailable,
 )
 from ..keyed.record import name_of as name_of_key
-from ..keyed.rules import BELIEVED_US, keep
+from ..keyed.rules import is_far, keep
 from ..now import time_ns
 from ..rates.line import Asked, Line, RateLine, name_of, places_in
 from ..rates.rate import Rate, key_text
@@ -472,11 +472,11 @@ class Delay(HoldCalls, KeyedCalls):
 
     def _keep_keys(self, moved: Iterable[Outcome]) -> None:
         """Keep the keys of tasks that now wait longer than a key is believed to be taken."""
-        far_us = time_ns() // 1000 + BELIEVED_US // 2
+        now_us = time_ns() // 1000
         kept = [
             (name_of_key(task.kind, task.name, task.key), partial(keep, task_id=task.id, due_us=at))
             for each in moved
-            if (at := each.due_us or 0) > far_us
+            if is_far(at := each.due_us or 0, now_us)
             for task in each.tasks
             if task.key
         ]

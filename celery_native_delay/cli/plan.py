@@ -7,14 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import click
 
 from ..texts import table
-from .group import (
-    Duration,
-    as_json_option,
-    command,
-    fitting_connection,
-    say,
-    settings,
-)
+from .group import Duration, as_json_option, command, fitting_connection, say, settings
 
 if TYPE_CHECKING:
     from ..transports.rabbitmq.topology import Topology

@@ -9,13 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..texts import table
-from .group import (
-    as_json_option,
-    command,
-    installed_settings,
-    limit_option,
-    say,
-)
+from .group import as_json_option, command, installed_settings, limit_option, say
 
 if TYPE_CHECKING:
     from ..rates.line import RateLine

@@ -10,16 +10,7 @@ from typing import Any
 import click
 
 from ..texts import table
-from .group import (
-    Json,
-    as_json_option,
-    command,
-    confirm,
-    delay_of,
-    local,
-    say,
-    yes_option,
-)
+from .group import Json, as_json_option, command, confirm, delay_of, local, say, yes_option
 
 _HEADINGS = ("name", "task", "schedule", "last run", "next due", "runs", "from")
 

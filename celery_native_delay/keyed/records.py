@@ -35,7 +35,7 @@ class KeyRecords:
 
 def keep_key(records: Records, headers: Mapping[str, Any], *, due_us: int, now_us: int) -> None:
     """Keep the key of a task that waits again, if it would be forgotten before *due_us*."""
-    if due_us - now_us < rules.BELIEVED_US // 2 or (mark := Mark.of(headers)) is None:
+    if not rules.is_far(due_us, now_us) or (mark := Mark.of(headers)) is None:
         return
     KeyRecords(records).change(
         mark.name, partial(rules.keep, task_id=headers.get("id"), due_us=due_us)

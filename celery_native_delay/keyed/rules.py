@@ -225,6 +225,11 @@ def release(seen: Seen, task_id: str, *, token: str | None = None) -> Step:
     return _kept(replace(left, runs=_others(left, token)), seen.now_us)
 
 
+def is_far(due_us: int, now_us: int) -> bool:
+    """Return True if a key may be forgotten before its task, which waits again, is due."""
+    return due_us - now_us >= BELIEVED_US // 2
+
+
 def keep(seen: Seen, task_id: str | None, *, due_us: int) -> Step:
     """Keep the key of a task that a worker lets wait until *due_us*, for example as it is held."""
     known = seen.record

@@ -169,7 +169,7 @@ def _told(holds: Sequence[Hold]) -> str:
 
 
 def _patiently(seconds: float) -> _Within:
-    """Make a failed call again, for so many seconds: workers may start before their store."""
+    """Repeat a failing call for a number of seconds: a worker may start before its store."""
     end, within = monotonic() + seconds, Within(seconds, name="native-delay-holds")
 
     def repeated(call: Callable[[], list[str | None]]) -> list[str | None]:
