@@ -11,7 +11,7 @@ import pytest
 from celery import Celery
 from kombu import Connection, Exchange, Queue
 
-from celery_native_delay import PublishRefused, RefusedMessage, install
+from celery_native_delay import PublishRefused, install
 from celery_native_delay.bulk import bulk
 from celery_native_delay.testing import PrivateRabbitMQ
 from celery_native_delay.transports.rabbitmq.channels import WindowChannel
@@ -19,7 +19,7 @@ from celery_native_delay.transports.rabbitmq.outbox import RabbitOutbox
 from tests.brokers import LARGEST_MESSAGE, on_one_version
 from tests.integration.traffic import SETTINGS, TOPOLOGY, Inbox, delete_levels, inbox
 from tests.traffic import eta_in
-from tests.waiting import PATIENCE_SECONDS, wait_until
+from tests.waiting import PATIENCE_SECONDS
 
 ORDERS = Queue("orders", Exchange("shop", type="topic"), routing_key="order.#")
 PLAIN = Queue("plain")
@@ -88,29 +88,6 @@ def test_no_more_than_the_window_is_unconfirmed(vhost_url: str) -> None:
             most = max(most, batch._publisher.outbox.unconfirmed_count)
     assert 1 < most <= 7
     assert batch.result.confirmed == 200
-
-
-def test_tasks_that_a_full_level_queue_refuses_are_reported(
-    vhost_url: str, vhost: str, rabbitmq: PrivateRabbitMQ
-) -> None:
-    app = make_app(vhost_url)
-    with bulk(app) as batch:
-        batch.send("shop.remind", countdown=5)
-    full = TOPOLOGY.level_queue(128)
-    rabbitmq.set_policy(vhost, "full", f"^{full}$", {"max-length": 3})
-    wait_until(lambda: any(queue.get("policy") == "full" for queue in rabbitmq.queues(vhost)))
-
-    def refused() -> list[RefusedMessage] | None:
-        """The refused messages; the queue refuses a moment after it is full."""
-        with bulk(app, check=False) as batch:
-            for number in range(20):
-                batch.send("shop.remind", (number,), countdown=5)
-        assert batch.result.confirmed + len(batch.result.refused) == 20
-        return batch.result.refused or None
-
-    found = wait_until(refused)
-    assert len({message.task_id for message in found}) == len(found)
-    assert {message.routing_key for message in found} == {"plain"}
 
 
 @on_one_version

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from time import time
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +21,6 @@ from click.testing import CliRunner
 from celery_native_delay import Delay, install
 from celery_native_delay.cli.group import delay as group
 from celery_native_delay.testing import PrivateRedis
-from tests.hanging import hung
 from tests.integration.project import APP, Project
 from tests.traffic import send_task
 from tests.waiting import PATIENCE_SECONDS
@@ -75,18 +73,6 @@ def test_tasks_are_listed_cancelled_moved_and_run(app: Celery, delay: Delay, sho
     }
     assert [task.id for task in delay.ls().tasks if task.id != "order-2"] == ["order-4", "order-0"]
     assert shop.delay("cancel").returncode == 2
-
-
-@pytest.mark.ci
-def test_a_command_ends_although_the_redis_broker_hangs(
-    app: Celery, shop: Project, empty_redis: PrivateRedis
-) -> None:
-    send_task(app, 1, countdown=1000)
-    with hung(empty_redis):
-        done = shop.delay("show", "order-1")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "cannot use the broker" in done.stderr
-    assert shop.told("show", "order-1")["waits"]
 
 
 @pytest.mark.ci
@@ -172,18 +158,6 @@ def test_ls_show_and_search_know_the_key_of_a_task(
     assert delay.ids() == ["order-1"]
 
 
-@pytest.mark.ci
-def test_what_a_search_finds_is_counted(shop: Project, app: Celery) -> None:
-    """Beyond what is listed, and not by the offset alone."""
-    for number in range(6):
-        send_task(app, number, countdown=40_000 + number)
-    assert shop.lines("ls", "-n", "1")[-1] == "1 of 6 waiting"
-    assert shop.lines("ls", "--search", "käse", "-n", "2")[-1] == "2 of 3 that match"
-    assert shop.lines("ls", "--search", "käse", "--offset", "99") == ["0 of 3 that match"]
-    told = shop.told("ls", "--search", "käse", "-n", "1")
-    assert (told["total"], [task["id"] for task in told["tasks"]]) == (3, ["order-1"])
-
-
 def test_questions_are_asked_on_standard_error(shop: Project, app: Celery, delay: Delay) -> None:
     for number in range(2):
         send_task(app, number, countdown=1000)
@@ -260,36 +234,3 @@ def test_missing_and_conflicting_options_are_refused(shop: Project) -> None:
     ):
         done = shop.delay(*arguments)
         assert (done.returncode, said in done.stderr) == (2, True), arguments
-
-
-@pytest.mark.ci
-def test_durations_such_as_1h30m_are_understood(shop: Project, app: Celery, delay: Delay) -> None:
-    send_task(app, 1, countdown=1000)
-    for text, seconds in (("1h 30min", 5400), ("2d", 172_800)):
-        before = time()
-        assert shop.lines("reschedule", "order-1", "--countdown", text)[0].startswith("order-1 is")
-        (task,) = delay.ls().tasks
-        assert before + seconds <= task.due_us / 1e6 <= time() + seconds
-    assert shop.told("ls", "--from", "1d 23h", "--until", "2d")["total"] == 1
-    assert shop.told("plan", "1h30m")["delay_seconds"] == 5400
-    for arguments in (("plan", "1y"), ("ls", "--from", "soon"), ("exporter", "-i", "0s")):
-        done = shop.delay(*arguments)
-        assert (done.returncode, "expected " in done.stderr) == (2, True), arguments
-
-
-def test_an_unknown_log_level_is_refused(shop: Project) -> None:
-    done = shop.delay("promote", "--loglevel", "loud")
-    assert (done.returncode, "'LOUD' is not one of 'DEBUG', " in done.stderr) == (2, True)
-
-
-@pytest.mark.ci
-def test_help_says_what_promote_and_relay_do(shop: Project) -> None:
-    promote, relay = (shop.delay(name, "--help").stdout for name in ("promote", "relay"))
-    assert "Redis" in promote
-    assert "--queues" not in promote
-    assert "SQS" in relay
-    assert "--queues" in relay
-    listed = shop.lines("--help")
-    (first,) = (line for line in listed if line.startswith("promote "))
-    (second,) = (line for line in listed if line.startswith("relay "))
-    assert first.removeprefix("promote ") != second.removeprefix("relay ")

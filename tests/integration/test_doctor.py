@@ -103,16 +103,6 @@ def test_redis_overdue_tasks_without_a_promoter_are_found(
 
 
 @redis_only
-def test_redis_a_missing_promoter_is_found_before_tasks_are_overdue(
-    empty_redis: PrivateRedis,
-) -> None:
-    app = app_on(empty_redis.url)
-    app.send_task("shop.remind", countdown=600)
-    found = the_wrong(app, "promoting")
-    assert "1 message(s) waiting, and nothing promotes" in found.problem
-
-
-@redis_only
 def test_redis_overdue_tasks_beside_a_running_promoter_are_found(
     empty_redis: PrivateRedis,
 ) -> None:
@@ -129,21 +119,6 @@ def test_a_draining_app_is_reminded_of_its_rollback(empty_redis: PrivateRedis) -
     (finding,) = of_level(app_on(empty_redis.url, enabled="drain"), ADVICE)
     assert 'native_delay_enabled is "drain"' in finding.problem
     assert "delay uninstall" in finding.remedy
-
-
-@redis_only
-def test_redis_without_config_gets_advice_only(own_redis: PrivateRedis) -> None:
-    """Hosted Redis servers refuse CONFIG."""
-    own_redis.client.config_set("appendonly", "no")
-    own_redis.client.execute_command(
-        *["ACL", "SETUSER", "tenant", "on", ">tenant", "~*", "&*", "+@all", "-config"]
-    )
-    app = app_on(own_redis.url)
-    assert the_wrong(app, "server").problem.startswith("appendonly is no")
-    hosted = app_on(own_redis.url.replace("//", "//tenant:tenant@"))
-    assert [finding.check for finding in of_level(hosted, WRONG)] == ["promoting"]
-    (finding,) = of_level(hosted, ADVICE)
-    assert "if your provider lets you" in finding.remedy
 
 
 @redis_only
@@ -190,23 +165,6 @@ def test_a_producer_does_not_warn_of_tasks_overdue_for_seconds(
     assert produce(project) == ""
 
 
-@redis_only
-def test_a_producer_without_permission_to_check_publishes(
-    empty_redis: PrivateRedis, project: Project
-) -> None:
-    project.write(APP, empty_redis.url)
-    app_on(empty_redis.url).send_task("shop.remind", countdown=600)
-    make_overdue(empty_redis, 1)
-    empty_redis.client.execute_command(
-        *["ACL", "SETUSER", "sender", "on", ">sender", "~*", "&*", "+@all", "-exists"]
-    )
-    project.write(APP, empty_redis.url.replace("//", "//sender:sender@"))
-    said = produce(project)
-    empty_redis.client.execute_command("ACL", "DELUSER", "sender")
-    assert said == ""
-    assert empty_redis.client.zcard(RedisBrokerKeys("", "celery_delay").due) == 4
-
-
 def produce(project: Project) -> str:
     """The standard error of a process that sends three tasks: two by send_task, one by bulk."""
     code = (
@@ -223,22 +181,6 @@ def produce(project: Project) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stderr
-
-
-@pytest.mark.ci
-@redis_only
-def test_a_promoter_shows_that_it_runs_on_a_full_redis(
-    own_redis: PrivateRedis, project: Project
-) -> None:
-    """Extending a key's TTL needs no memory."""
-    project.write(APP, own_redis.url)
-    app = app_on(own_redis.url)
-    with promoting(project):
-        wait_until(lambda: not examine(app))
-        key = RedisBrokerKeys("", "celery_delay").promoting
-        own_redis.client.config_set("maxmemory", "1mb")
-        own_redis.client.expire(key, 12)
-        wait_until(lambda: own_redis.client.ttl(key) > 12)
 
 
 # ---- RabbitMQ ----------------------------------------------------------------------------------
@@ -395,16 +337,6 @@ def test_a_missing_store_is_found_and_not_created(folder_url: str, store_app: Ce
     assert [each.check for each in of_level(store_app, WRONG)] == ["promoting"]
 
 
-@pytest.mark.ci
-def test_a_locked_store_is_found(folder_url: str, store_app: Celery) -> None:
-    store_app.send_task("shop.remind", countdown=600)
-    with sqlite3.connect(file_of(folder_url), isolation_level=None) as connection:
-        connection.execute("BEGIN IMMEDIATE")
-        assert "database is locked" in the_wrong(store_app, "store").problem
-        connection.execute("ROLLBACK")
-    connection.close()
-
-
 @pytest.mark.parametrize("kind", ["filesystem", in_ci("filesystem-postgresql"), in_ci("sqla")])
 def test_a_store_without_a_dispatcher_is_found(kind: str, project: Project) -> None:
     with running_broker(kind, pytest.fail) as broker:
@@ -554,24 +486,3 @@ def test_a_rate_for_an_unknown_task_or_argument_is_found(
     project.write(APP, empty_redis.url, rates={"shop.call_api": "10/s"})
     told = project.told("doctor", status=1)
     assert "rates" in [each["check"] for each in told["findings"]]
-
-
-@pytest.mark.ci
-@on_one_version
-def test_rates_without_a_reachable_store_are_found(vhost_url: str) -> None:
-    def on(**store: str) -> Celery:
-        return rated(app_on(vhost_url, rates={"shop.call_api": "10/s"}, **store, **SETTINGS))
-
-    (found,) = of_rates(on())
-    assert found.problem.startswith("no worker starts with these rates")
-    assert found.remedy.startswith("set native_delay_store in workers and producers")
-    with private_redis(server="redis") as store:
-        assert of_rates(on(store=store.url)) == []
-        store.stop()
-        assert "does not answer" in the_wrong(on(store=store.url), "store").problem
-
-
-def test_a_missing_store_is_not_created_for_rates(folder_url: str) -> None:
-    app = rated(app_on_store(folder_url, rates={"shop.call_api": "10/s"}))
-    assert {each.check for each in of_level(app, WRONG)} == {"store"}
-    assert not file_of(folder_url).exists()

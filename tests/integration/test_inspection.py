@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -313,22 +312,6 @@ def policies_named(connection: Any, management_url: str) -> list[str]:
 
 
 @on_one_version
-def test_verify_tells_operator_policies_from_policies(
-    rabbitmq: PrivateRabbitMQ, connection: Any, vhost: str
-) -> None:
-    rabbitmq.set_policy(vhost, "harmless", r"level-00$", {"queue-leader-locator": "balanced"})
-
-    def applied() -> bool:
-        return any(queue.get("policy") == "harmless" for queue in rabbitmq.queues(vhost))
-
-    wait_until(applied)
-    set_operator_policy(rabbitmq, vhost)
-    assert policies_named(connection, rabbitmq.management_url) == [
-        "operator policy 'guard' sets message-ttl on 1 delay queue(s)"
-    ]
-
-
-@on_one_version
 def test_verify_finds_policies_with_the_monitoring_tag(
     rabbitmq: PrivateRabbitMQ, connection: Any, vhost: str
 ) -> None:
@@ -392,15 +375,6 @@ def test_verify_without_the_monitoring_tag_uses_amqp(rabbitmq: PrivateRabbitMQ, 
         assert verified(connection, with_credentials) == Verified([], [], found.advice)
 
 
-def test_verify_gives_advice_on_old_brokers(rabbitmq: PrivateRabbitMQ, connection: Any) -> None:
-    advice = verified(connection, rabbitmq.management_url).advice
-    if rabbitmq.version.startswith("3."):
-        [sentence] = advice
-        assert "dead_letter_worker_publisher_confirm_timeout" in sentence
-    else:
-        assert advice == []
-
-
 # ---- status ------------------------------------------------------------------------------------
 
 SLOW = {"resolution": 1.0}
@@ -446,12 +420,6 @@ def test_status_counts_messages_in_landing_queues(
 
 
 # ---- the command line --------------------------------------------------------------------------
-
-PLAIN = """
-from celery import Celery
-
-app = Celery("shop", broker={url!r}, set_as_current=False)
-"""
 
 
 @pytest.fixture
@@ -643,20 +611,9 @@ def test_parked_messages_are_listed_requeued_and_purged(shop: Project, vhost_url
 
 # ---- plan, and errors --------------------------------------------------------------------------
 
-NEED_A_BROKER = [
-    ("declare",),
-    ("verify",),
-    ("status",),
-    ("purge", "-f"),
-    ("parked", "list"),
-    ("parked", "requeue"),
-    ("parked", "purge", "-f"),
-]
 
 DEAD_URL = "amqp://guest:guest@127.0.0.1:9//"
 """A privileged port where nobody listens."""
-
-DEAD_SHOWN = "amqp://guest:**@127.0.0.1:9//"
 
 
 def the_error(done: subprocess.CompletedProcess[str]) -> str:
@@ -698,26 +655,6 @@ def test_plan_needs_no_broker(project: Project) -> None:
     assert "expected" in the_error(project.delay("plan", "nan"))
 
 
-def test_an_unreachable_broker_is_a_one_line_error(project: Project) -> None:
-    project.write(APP, DEAD_URL)
-    with ThreadPoolExecutor() as pool:  # each waits for a second try
-        outcomes = pool.map(lambda command: project.delay(*command), NEED_A_BROKER)
-    for command, done in zip(NEED_A_BROKER, outcomes, strict=True):
-        sentence = the_error(done)
-        assert sentence.startswith(f"cannot use the broker {DEAD_SHOWN}: "), command
-        assert sentence.endswith("check that it runs, and its URL (celery -b)"), command
-
-
-def test_commands_need_an_installed_app(project: Project) -> None:
-    project.write(PLAIN, DEAD_URL)
-    for command in (("declare",), ("verify", "--json"), ("parked", "list")):
-        done = project.delay(*command)
-        assert done.returncode == 1
-        sentence = the_error(done)
-        assert sentence.startswith("native delay is not installed in ")
-        assert "from celery_native_delay import install; install(app)" in sentence
-
-
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
@@ -739,44 +676,9 @@ def test_a_wrong_setting_is_a_one_line_error(
         assert expected in the_error(project.delay(*command)), command
 
 
-def test_commands_name_native_delay_enabled_if_it_is_off(project: Project) -> None:
-    done = project.write(APP, DEAD_URL, enabled=False).delay("status")
-    assert done.returncode == 1
-    assert 'set native_delay_enabled = "drain"' in the_error(done)
-
-
-@on_one_version
-def test_a_foreign_queue_with_a_levels_name_is_reported(shop: Project, vhost_url: str) -> None:
-    """`declare` says what to do; `verify` says what differs."""
-    with Connection(vhost_url) as stranger:
-        declare_queue(stranger, LEVEL, **{"x-queue-type": "quorum"})
-    done = shop.delay("declare")
-    assert done.returncode == 1
-    sentence = the_error(done)
-    assert LEVEL in sentence
-    assert "choose another native_delay_namespace" in sentence
-    assert f"{LEVEL}: x-message-ttl None, expected 161" in shop.delay("verify").stdout
-
-
 @on_one_version
 def test_a_wrong_password_is_a_one_line_error(shop: Project, vhost_url: str) -> None:
     shop.write(APP, vhost_url.replace("guest:guest", "guest:mistyped"))
     sentence = the_error(shop.delay("status"))
     assert "ACCESS_REFUSED" in sentence
     assert "mistyped" not in sentence
-
-
-@pytest.mark.ci
-@on_one_version
-def test_missing_permissions_are_a_one_line_error(
-    shop: Project, rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str
-) -> None:
-    assert shop.delay("declare").returncode == 0
-    url = rabbitmq.add_user(
-        f"visitor-{vhost}", "visitor", vhost=vhost, configure="", write="", read=""
-    )
-    shop.write(APP, url)
-    for command in (("declare",), ("purge", "-f"), ("parked", "list"), ("parked", "purge", "-f")):
-        done = shop.delay(*command)
-        assert done.returncode == 1
-        assert f"refused for user 'visitor-{vhost}'" in the_error(done), command

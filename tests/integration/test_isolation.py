@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 from kombu import Connection
 
-from celery_native_delay import DelaySettings
 from celery_native_delay.testing import PrivateRabbitMQ, vhost_name
 from celery_native_delay.transports.rabbitmq.inspection import verify
 from celery_native_delay.transports.rabbitmq.management import management_of
 from celery_native_delay.transports.rabbitmq.parking import rescue
-from celery_native_delay.transports.rabbitmq.topology import Topology
 from tests.brokers import in_turn, on_one_version
 from tests.integration.traffic import (
     SETTINGS,
@@ -224,71 +222,6 @@ def test_messages_for_a_deleted_queue_are_parked_while_others_are_on_time(
 
 
 # ---- namespaces and settings -------------------------------------------------------------------
-
-
-def topology_of(**settings: Any) -> Topology:
-    return Topology(DelaySettings.from_mapping(SETTINGS | settings))
-
-
-@on_one_version
-def test_two_namespaces_on_one_virtual_host_are_separate(
-    rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str
-) -> None:
-    sides = ("left", "right")
-    with (
-        delaying(vhost_url, namespace="left") as left,
-        delaying(vhost_url, namespace="right") as right,
-    ):
-        connections = {"left": left, "right": right}
-        for side, connection in connections.items():
-            declare_exchange(connection, "shop", "topic")
-            declare_queue(connection, side)
-            bind(connection, side, "shop", "orders.#")
-            delays_of(connection).prepare(consuming=True)
-        letters = [Inbox(connections[side]).consume([side]) for side in sides]
-        for side, other in (sides, reversed(sides)):
-            for number in range(10):
-                publish(connections[side], f"{side} {number}", side, delay=0.5)
-                publish(
-                    connections[side],
-                    f"{side} order {number}",
-                    "orders.new",
-                    exchange="shop",
-                    delay=0.5,
-                )
-            # The default exchange knows no namespaces.
-            publish(connections[side], f"{side} to {other}", other, delay=0.5)
-            publish(connections[side], f"{side} astray", "nowhere", delay=0.5)
-
-        def all_came() -> bool:
-            return all(
-                len(each.arrivals) >= 21
-                and parked_count(each.connection, topology_of(namespace=side)) == 1
-                for side, each in zip(sides, letters, strict=True)
-                if each.receive_until(lambda: True)
-            )
-
-        wait_until(all_came)
-        for side, other, each in zip(sides, reversed(sides), letters, strict=True):
-            expected = [f"{side} {n}" for n in range(10)] + [f"{side} order {n}" for n in range(10)]
-            assert Counter(bodies(each.arrivals)) == Counter([*expected, f"{other} to {side}"])
-
-        # A purge or rescue in one namespace changes nothing in the other.
-        assert right.default_channel.queue_purge(topology_of(namespace="right").parking_queue) == 1
-        assert parked_count(left, topology_of(namespace="left")) == 1
-        declare_queue(left, "nowhere")
-        found = Inbox(left).consume(["nowhere"])
-        outcome = rescue(delays_of(left))
-        assert outcome is not None
-        assert outcome.delivered == 1
-        assert bodies(found.wait_for(1)) == ["left astray"]
-    spaces = [f"{side}.v1" for side in sides]
-    for space in spaces:
-        assert_nothing_held(rabbitmq, vhost, space=space)
-    names = {queue["name"] for queue in rabbitmq.queues(vhost)} - {*sides, "nowhere"}
-    by_side = [{name for name in names if name.startswith(f"{space}.")} for space in spaces]
-    assert by_side[0] | by_side[1] == names
-    assert len(by_side[0]) == len(by_side[1]) == len(TOPOLOGY.level_queues) + 1
 
 
 @on_one_version

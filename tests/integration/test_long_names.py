@@ -16,7 +16,6 @@ from kombu import Connection
 
 from celery_native_delay import CannotDelay
 from celery_native_delay.testing import PrivateRabbitMQ
-from celery_native_delay.transports.rabbitmq.parking import rescue
 from tests.brokers import on_one_version
 from tests.integration.traffic import (
     Inbox,
@@ -26,10 +25,8 @@ from tests.integration.traffic import (
     declare_queue,
     delaying,
     delays_of,
-    parked_count,
 )
 from tests.traffic import publish
-from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -127,36 +124,6 @@ def test_delayed_messages_arrive_at_queues_and_exchanges_of_any_name(
                 admin.default_channel.queue_delete(queue)
                 if exchange:
                     admin.default_channel.exchange_delete(exchange)
-
-
-@on_one_version
-@names
-def test_a_message_is_parked_until_its_long_named_queue_exists(long_url: str, name: str) -> None:
-    with delaying(long_url) as producer:
-        delays_of(producer).prepare()
-        publish(producer, "later", name, delay=0.5)
-        wait_until(lambda: parked_count(producer) == 1)
-        with Connection(long_url) as stranger:
-            declare_queue(stranger, name)
-            assert rescue(delays_of(producer)) is not None
-            assert bodies(Inbox(stranger).consume([name]).wait_for(1)) == ["later"]
-
-
-@on_one_version
-@names
-def test_a_message_parked_from_a_queues_landing_queue_returns_to_it(
-    long_url: str, name: str
-) -> None:
-    with delaying(long_url) as connection:
-        declare_queue(connection, name, **{"x-overflow": "reject-publish"})
-        delays_of(connection).prepare()
-        publish(connection, "later", name, delay=0.5)
-        with Connection(long_url) as admin:  # its landing queue stays
-            admin.default_channel.queue_delete(name)
-        wait_until(lambda: parked_count(connection) == 1)
-        declare_queue(connection, name)
-        assert rescue(delays_of(connection)) is not None
-        assert bodies(Inbox(connection).consume([name]).wait_for(1)) == ["later"]
 
 
 @on_one_version

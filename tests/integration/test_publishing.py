@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from amqp.exceptions import (
-    AccessRefused,
     InternalError,
     MessageNacked,
     NotFound,
@@ -23,7 +22,6 @@ from celery_native_delay import (
     CannotDelay,
     DelayTooLong,
     NotConfirmed,
-    NotPermitted,
     PublishRefused,
     TopologyMismatch,
 )
@@ -45,7 +43,6 @@ from tests.integration.traffic import (
     declare_queue,
     delaying,
     delays_of,
-    delete_levels,
     depth,
     inbox,
     parked_count,
@@ -141,30 +138,6 @@ def test_a_publish_that_kombu_retries_keeps_its_delivery_id(
 
 
 @on_one_version
-def test_two_messages_with_one_headers_dict_have_two_delivery_ids(
-    connection: Any, vhost_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first was nacked and given up; a consumer that drops repeated ids must get the second."""
-    declare_queue(connection, "orders")
-    wait_all = WindowChannel.wait_all
-    nacked: list[Any] = []
-
-    def nack_the_first(self: Any, **options: Any) -> None:
-        wait_all(self, **options)
-        if not nacked:
-            nacked.append(self)
-            raise MessageNacked("nacked")
-
-    monkeypatch.setattr(WindowChannel, "wait_all", nack_the_first)
-    producer, headers = Producer(connection), {"eta": eta_in(0.5)}
-    with pytest.raises(MessageNacked):
-        producer.publish("same", routing_key="orders", headers=headers)
-    producer.publish("same", routing_key="orders", headers=headers)
-    came = arrives(vhost_url, "orders", 2)
-    assert len({arrival.message.native_delay.delivery_id for arrival in came}) == 2
-
-
-@on_one_version
 def test_a_confirm_that_never_comes_raises_in_time_and_does_not_concern_the_next_message(
     vhost_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,26 +216,6 @@ def test_a_message_that_becomes_due_during_a_retry_is_confirmed(
     assert isinstance(raised.value.__cause__, MessageNacked)
 
 
-@on_one_version
-def test_deleted_levels_are_declared_again_by_the_next_publish(
-    connection: Any, vhost_url: str, rabbitmq: PrivateRabbitMQ
-) -> None:
-    """With the bindings that the connection knows."""
-    declare_exchange(connection, "shop", "topic")
-    declare_queue(connection, "orders")
-    bind(connection, "orders", "shop", "order.#")
-    publish(connection, "before", "order.new", exchange="shop", delay=0.1)
-    assert bodies(arrives(vhost_url, "orders")) == ["before"]
-
-    delete_levels(rabbitmq, vhost_url)
-    publish(connection, "after", "order.new", exchange="shop", delay=3)
-    publish(connection, "by name", "orders", delay=3)
-    came = arrives(vhost_url, "orders", 2)
-    assert sorted(bodies(came)) == ["after", "by name"]
-    for arrival in came:
-        assert_on_time(arrival)
-
-
 # ---- refusals --------------------------------------------------------------------------------
 
 
@@ -316,55 +269,7 @@ def test_a_publish_names_a_level_queue_with_another_ttl(vhost_url: str) -> None:
     connection.release()
 
 
-def test_a_user_without_configure_permission(
-    rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str
-) -> None:
-    """Delayed publishes are refused until another user has declared the levels."""
-    limited_url = rabbitmq.add_user(f"limited-{vhost}", "secret", configure="^q.*", vhost=vhost)
-    with delaying(limited_url) as connection:
-        connection.default_channel.queue_declare("q.orders", durable=True, auto_delete=False)
-        with pytest.raises(NotPermitted, match=r"configure.*delay declare"):
-            publish(connection, "refused", "q.orders", delay=1)
-        with pytest.raises(AccessRefused), connection.channel() as channel:
-            channel.queue_declare("other", durable=True, auto_delete=False)
-        publish(connection, "immediate", "q.orders")
-        with delaying(vhost_url) as admin:
-            delays_of(admin).prepare()
-        publish(connection, "later", "q.orders", delay=0.5)
-        came = arrives(vhost_url, "q.orders", 2)
-        assert bodies(came) == ["immediate", "later"]
-        assert_on_time(came[1])
-
-
 # ---- destinations ----------------------------------------------------------------------------
-
-LONG_KEYS = {
-    "200 bytes": "k" * 200,
-    "255 bytes": "k" * 255,
-    "255 bytes of unicode": "é" * 127 + "k",
-    "grows by escaping": "%" * 100,
-    "many words": ".".join("k" * 120),
-}
-
-
-@on_one_version
-@pytest.mark.parametrize("key", LONG_KEYS.values(), ids=LONG_KEYS)
-@pytest.mark.parametrize("kind", ["direct", "topic"])
-def test_a_long_routing_key(connection: Any, vhost_url: str, kind: str, key: str) -> None:
-    """A long key travels as a hash, or, for a topic exchange, by its landing queue."""
-    declare_exchange(connection, "shop", kind)
-    declare_queue(connection, "right")
-    declare_queue(connection, "wrong")
-    bind(connection, "right", "shop", key)
-    bind(connection, "wrong", "shop", key[:-1])
-    with delaying(vhost_url) as producer:
-        publish(producer, "one", key, exchange="shop", delay=0.5)
-    publish(connection, "two", key, exchange="shop", delay=0.5)
-
-    letters = Inbox(connection).consume(["right", "wrong"])
-    came = letters.wait_for(2)
-    assert {(a.queue, a.body) for a in came} == {("right", "one"), ("right", "two")}
-    assert {a.message.delivery_info["routing_key"] for a in came} == {key}
 
 
 @on_one_version
@@ -503,18 +408,6 @@ def test_no_message_comes_even_a_part_of_a_millisecond_too_early(
 # ---- content ---------------------------------------------------------------------------------
 
 
-def test_priority_and_expiration_are_kept(connection: Any) -> None:
-    declare_queue(connection, "orders", **{"x-max-priority": 10})
-    for priority in range(10):
-        publish(connection, priority, "orders", delay=0.5, priority=priority, expiration=600)
-    came = Inbox(connection).consume(["orders"]).wait_for(10)
-    for arrival in came:
-        assert_on_time(arrival)
-        assert arrival.message.properties["priority"] == arrival.body
-        assert arrival.message.properties["expiration"] == "600000"
-        assert arrival.message.native_delay.expires_ms is not None
-
-
 def test_a_message_that_expires_before_it_is_due_is_delivered_when_due(connection: Any) -> None:
     """The receiver sees that it has expired."""
     declare_queue(connection, "orders")
@@ -522,31 +415,6 @@ def test_a_message_that_expires_before_it_is_due_is_delivered_when_due(connectio
     (arrival,) = Inbox(connection).consume(["orders"]).wait_for(1)
     assert_on_time(arrival)
     assert arrival.message.native_delay.expires_ms < arrival.at * 1000
-
-
-def dead_letter(connection: Any) -> Any:
-    """A message that was dead-lettered by a user's queue, as received from `dead`."""
-    declare_queue(connection, "dead")
-    declare_queue(
-        connection,
-        "short",
-        **{"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "dead", "x-message-ttl": 1},
-    )
-    publish(connection, "hello", "short", headers={"x-mine": 1})
-    (arrival,) = Inbox(connection).consume(["dead"]).wait_for(1)
-    return arrival.message
-
-
-def test_x_death_headers_of_users_queues_are_kept(connection: Any) -> None:
-    """A dead-lettered message is published again with a delay; our levels add no header."""
-    died = dead_letter(connection)
-    assert died.headers["x-death"][0]["queue"] == "short"
-    declare_queue(connection, "orders")
-    publish(connection, "hello", "orders", delay=0.5, headers=died.headers)
-    (arrival,) = Inbox(connection).consume(["orders"]).wait_for(1)
-    assert_on_time(arrival)
-    headers = {key: value for key, value in arrival.message.headers.items() if key != "eta"}
-    assert headers == died.headers
 
 
 @on_one_version

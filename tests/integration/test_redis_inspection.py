@@ -9,11 +9,8 @@ from typing import Any
 
 import pytest
 
-from celery_native_delay import UnsupportedBroker
-from celery_native_delay.finding import UNCHECKED
-from celery_native_delay.redis_server import Server
 from celery_native_delay.testing import PrivateRedis
-from celery_native_delay.transports.redis import delays, moving
+from celery_native_delay.transports.redis import moving
 from celery_native_delay.transports.redis.parts import RedisAdminPart
 from tests.integration.project import APP, Project
 from tests.integration.redis_traffic import delaying, promote, store_of
@@ -82,20 +79,6 @@ def test_examine_finds_lost_messages(connection: Any) -> None:
     store.client.zadd(store.keys.due, {"gone": 0})
     lost, *_ = RedisAdminPart(connection.default_channel).examine()
     assert lost.problem == f"{NAME}: 1 message(s) lost"
-
-
-def test_verify_reports_what_it_could_not_check(
-    connection: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    part = RedisAdminPart(connection.default_channel)
-    monkeypatch.setattr(delays, "server_of", lambda client, **_: Server())
-    (found,) = part.verify()
-    assert found.level == UNCHECKED
-    old = Server(version=(6, 0, 0))
-    monkeypatch.setattr(delays, "server_of", lambda client, **_: old)
-    connection.default_channel.delays._server = None
-    with pytest.raises(UnsupportedBroker):
-        part.verify()
 
 
 def test_status_counts(shop: Project, connection: Any, empty_redis: PrivateRedis) -> None:
@@ -193,13 +176,6 @@ def test_plan_needs_no_levels(shop: Project) -> None:
         "key": "celery_delay.v2.due",
         "hops": [],
     }
-
-
-def test_plan_shows_the_key_with_its_prefix(shop: Project) -> None:
-    """Without a broker."""
-    app = APP + 'app.conf.broker_transport_options = {{"global_keyprefix": "shop:"}}\n'
-    shop.write(app, "redis://127.0.0.1:9")
-    assert shop.told("plan", "1")["key"] == "shop:celery_delay.v2.due"
 
 
 def test_missing_permissions_are_a_one_line_error(

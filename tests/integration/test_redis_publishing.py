@@ -12,7 +12,6 @@ from kombu import Connection, Queue
 from kombu.transport import redis as kombu_redis
 
 from celery_native_delay import (
-    BrokerFull,
     UnsupportedBroker,
     redis_server,
 )
@@ -121,32 +120,6 @@ def test_a_requeued_message_does_not_wait_again(empty_redis: PrivateRedis) -> No
         assert store_of(connection).census().waiting == 0
 
 
-def test_our_header_on_a_users_message_is_ignored(empty_redis: PrivateRedis) -> None:
-    """A plain worker copies unknown headers to a retry."""
-    with delaying(empty_redis.url) as connection, Connection(empty_redis.url) as plain:
-        trace = {HEADER: {"v": 1, "due": 1}}
-        publish(plain, "hello", "jobs", headers=trace | {"eta": eta_in(60)})
-        message = connection.default_channel.basic_get("jobs", no_ack=True)
-        assert message.native_delay is None
-        assert HEADER not in message.headers
-        publish(connection, "hello", "jobs", headers=trace, delay=60)
-        make_due(connection)
-        promote_all(connection)
-        assert connection.default_channel.basic_get("jobs", no_ack=True).native_delay is not None
-
-
-# ---- ETAs --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("eta", [datetime(2020, 1, 1, tzinfo=UTC).isoformat(), None, "no date"])
-def test_a_past_missing_or_malformed_eta_is_published_at_once(
-    empty_redis: PrivateRedis, eta: str | None
-) -> None:
-    with delaying(empty_redis.url) as connection:
-        publish(connection, "hello", "jobs", headers={"eta": eta})
-        assert connection.default_channel.basic_get("jobs", no_ack=True) is not None
-
-
 # ---- kombu's own options -----------------------------------------------------------------------
 
 
@@ -241,41 +214,6 @@ def test_a_server_that_cannot_hold_messages_is_refused_on_every_publish(
             with pytest.raises(UnsupportedBroker):
                 publish(connection, "hello", "jobs", delay=60)
         assert_nothing_sent(empty_redis)
-
-
-def test_a_full_server_refuses_new_messages_and_hands_over_waiting_ones(
-    own_redis: PrivateRedis,
-) -> None:
-    """Publishing raises, waiting messages arrive, and then there is room again."""
-    with delaying(own_redis.url) as connection:
-        for number in range(20):
-            publish(connection, number, "jobs", delay=0.5)
-        own_redis.client.config_set("maxmemory", 1)
-        with pytest.raises(BrokerFull, match="nothing was sent"):
-            publish(connection, "one more", "jobs", delay=0.5)
-        with promoting(connector(own_redis.url)) as promoter:
-            wait_until(lambda: promoter.promoted == 20)
-            own_redis.client.config_set("maxmemory", 0)
-            publish(connection, "again", "jobs", delay=0.1)
-            # kombu's consumers write to Redis, too, so they need room.
-            with inbox(connection, "jobs") as received:
-                received.wait_for(21)
-
-
-def test_without_permission_for_info_delays_work(empty_redis: PrivateRedis) -> None:
-    """Some proxies and ACLs refuse INFO; the script for old servers works everywhere."""
-    client = empty_redis.client
-    client.execute_command(*["ACL", "SETUSER", "shy", "on", ">shy", "~*", "&*", "+@all", "-info"])
-    url = empty_redis.url.replace("//", "//shy:shy@")
-    with (
-        promoting(connector(url)),
-        delaying(url) as connection,
-        inbox(connection, "jobs") as received,
-    ):
-        publish(connection, "hello", "jobs", delay=0.2)
-        received.wait_for(1)
-        assert delays_of(connection).version == ()
-    client.execute_command("ACL", "DELUSER", "shy")
 
 
 def test_a_message_put_back_waits_by_the_servers_clock(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -13,11 +11,11 @@ from time import time
 from typing import Any
 
 import pytest
-from celery import Celery, Task, signals
+from celery import Celery, Task
 from celery.contrib.testing.worker import start_worker
 from celery.schedules import BaseSchedule, crontab
 
-from celery_native_delay import Delay, NoStore, SettingsError, install
+from celery_native_delay import Delay, SettingsError, install
 from celery_native_delay.app.doctor import examine
 from celery_native_delay.app.schedules import Schedules
 from celery_native_delay.now import time_ns
@@ -332,72 +330,6 @@ def test_an_entry_that_cannot_run_is_a_row_with_a_reason_and_leaves_the_others(
     assert "shop.report every 1 d 20" in rows["nightly"]
 
 
-@on_redis
-def test_an_entry_that_is_mended_has_no_problem_any_more(empty_redis: PrivateRedis) -> None:
-    with app_on(empty_redis.url, beat_schedule={"tick": {"task": "t", "schedule": 0}}) as app:
-        Schedules(app).publish()
-    with app_on(empty_redis.url, beat_schedule={"tick": {"task": "t", "schedule": 60}}) as app:
-        Schedules(app).publish()
-        (tick,) = Delay(app).schedules()
-        assert (tick.problem, tick.schedule) == (None, "every 1 min")
-        assert Delay(app).count() == 1
-
-
-@on_redis
-def test_an_entry_of_a_machine_with_other_time_zones_is_a_row_with_a_reason(
-    empty_redis: PrivateRedis,
-) -> None:
-    with app_on(empty_redis.url) as app:
-        schedules = Schedules(app)
-        schedules.publish()
-        state = schedules._known("tick")
-        text = state.entry.replace('"zone": "UTC"', '"zone": "Mars/Olympus"')
-        change = Change(replace(state, entry=text).encoded(), time_ns() // 1000 + KEPT_US, None)
-        schedules._ask(lambda records: records.change(schedules._name("tick"), lambda _: change))
-        nightly, tick = Delay(app).schedules()
-        assert nightly.problem is None
-        assert tick.problem is not None
-        assert "No time zone found with key Mars/Olympus" in tick.problem
-
-
-@contextmanager
-def published() -> Iterator[list[dict[str, Any]]]:
-    """The headers of all tasks that are published in the block."""
-    found: list[dict[str, Any]] = []
-
-    def note(headers: dict[str, Any], **_: Any) -> None:
-        found.append(headers)
-
-    signals.before_task_publish.connect(note)
-    try:
-        yield found
-    finally:
-        signals.before_task_publish.disconnect(note)
-
-
-@on_redis
-@pytest.mark.parametrize("place", ["decorator", "annotations"])
-@pytest.mark.parametrize("countdown", [0, 900])
-def test_an_expiry_of_the_task_counts_from_the_time_of_the_schedule(
-    empty_redis: PrivateRedis, place: str, countdown: int
-) -> None:
-    options = {"options": {"countdown": countdown}} if countdown else {}
-    entry = {"task": "shop.report", "schedule": 86_400.0, **options}
-    with app_on(empty_redis.url, beat_schedule={"nightly": entry}) as app:
-        if place == "decorator":
-            app.task(no_work, name="shop.report", expires=600)
-        else:
-            app.conf.task_annotations = {"shop.report": {"expires": 600}}
-            app.task(no_work, name="shop.report")
-        with published() as sent:
-            Schedules(app).publish()
-        (nightly,) = Delay(app).schedules()
-    assert nightly.next_due is not None
-    (headers,) = sent
-    expires = datetime.fromisoformat(headers["expires"])
-    assert (expires - nightly.next_due).total_seconds() == pytest.approx(600 - countdown, abs=0.1)
-
-
 def no_work() -> None:
     """A task that does nothing."""
 
@@ -542,13 +474,6 @@ def test_celerys_own_entry_that_cleans_the_result_backend_is_published(
 
 
 @on_redis
-def test_without_a_result_backend_no_entry_cleans_it(empty_redis: PrivateRedis) -> None:
-    with app_on(empty_redis.url, result_expires=60) as app:
-        Schedules(app).publish()
-        assert [entry.name for entry in Delay(app).schedules()] == sorted(ENTRIES)
-
-
-@on_redis
 def test_a_scheduler_that_cannot_be_read_is_a_problem_and_stops_the_worker(
     empty_redis: PrivateRedis,
 ) -> None:
@@ -559,16 +484,3 @@ def test_a_scheduler_that_cannot_be_read_is_a_problem_and_stops_the_worker(
         with pytest.raises(SettingsError, match="got 'djnago'"):
             with start_worker(app, perform_ping_check=False):
                 pass
-
-
-def test_rabbitmq_without_store_refuses_schedules(vhost_url: str) -> None:
-    with app_on(vhost_url) as app, pytest.raises(NoStore, match="native_delay_store"):
-        list(Delay(app).schedules())
-
-
-def test_celerys_start_worker_raises_the_error_about_schedules(vhost_url: str) -> None:
-    """The worker runs in a thread; without the error start_worker would wait for ever."""
-    says = "keeps no keys, rates and schedules.*set native_delay_store"
-    with app_on(vhost_url) as app, pytest.raises(NoStore, match=says):
-        with start_worker(app, perform_ping_check=False):
-            pass

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from celery_native_delay import CannotDelay, PublishRefused, install, register_transports
+from celery_native_delay import PublishRefused, install, register_transports
 from celery_native_delay.bulk import Bulk, bulk
 from celery_native_delay.transports.sqs import delays
 from example_project.private_sqs import PrivateSqs
@@ -111,15 +111,6 @@ def test_a_refused_message_is_reported(shared_sqs: PrivateSqs, app: Celery) -> N
     assert batch.result.confirmed == 19
     assert numbers(batch) == [7]
     assert_waiting(shared_sqs, 19)
-
-
-def test_a_message_too_large_for_sqs_is_refused_at_once(app: Celery) -> None:
-    with bulk(app) as batch:
-        for _ in range(2):
-            batch.send("shop.remind", (0,), countdown=HOUR)
-            with pytest.raises(CannotDelay, match="at most 1,048,576 bytes"):
-                batch.send("shop.remind", ("x" * 900_000,), countdown=HOUR)
-    assert (batch.result.sent, batch.result.confirmed) == (2, 2)
 
 
 def test_messages_to_an_unreachable_sqs_are_reported_in_doubt(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import signal
 import subprocess
 import sys
@@ -140,19 +139,3 @@ def test_plan_tells_hops_and_requests(shop: Project) -> None:
     told = shop.told("plan", "365d")
     assert (told["hop_count"], told["requests"]) == (35_039, 105_118)
     assert "expected a duration in seconds, or such as 1h30m" in shop.delay("plan", "1y").stderr
-
-
-def test_ls_without_store_and_an_unreachable_broker_are_one_line_errors(
-    shop: Project,
-) -> None:
-    assert "cannot list or change waiting tasks" in shop.delay("ls").stderr
-    assert "cannot list or change waiting tasks" in shop.delay("cancel", "task-1").stderr
-    Project(shop.folder).write(
-        APP,
-        "sqs://127.0.0.1:9",
-        broker_transport_options={"client-config": {"retries": {"max_attempts": 0}}},
-    )
-    done = shop.delay("status")
-    assert done.returncode == 1
-    assert len(done.stderr.splitlines()) == 1, done.stderr
-    assert re.search("cannot use the broker sqs://", done.stderr)

@@ -7,7 +7,6 @@ order of FIFO queues at any throughput, and how AWS throttles and checks permiss
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections import Counter
@@ -37,7 +36,7 @@ from tests.integration.sqs_traffic import (
     url_of,
     waiting_on,
 )
-from tests.traffic import beside, inbox, publish
+from tests.traffic import inbox, publish
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ci, pytest.mark.usefixtures("short_hops")]
@@ -100,34 +99,6 @@ def test_message_attributes_are_kept_over_hops(sqs: PrivateSqs) -> None:
 
         wait_until(both_came)
     assert [message["MessageAttributes"] for message in received] == [attributes] * 2
-
-
-def test_a_batch_of_ten_costs_three_requests(sqs: PrivateSqs) -> None:
-    requests: list[str] = []
-
-    def connect() -> Any:
-        connection = delaying(sqs.url)
-        events = connection.default_channel.sqs().meta.events
-        events.register("before-call.sqs", lambda model, **_: requests.append(model.name))
-        return connection
-
-    make_delay_queue(sqs)
-    url = url_of(sqs, "jobs-delay.fifo")
-    with delaying(sqs.url) as connection:
-        for number in range(10):
-            publish(connection, number, "jobs", delay=600)
-
-        def ready() -> bool:
-            answer = sqs.client.get_queue_attributes(QueueUrl=url, AttributeNames=["All"])
-            return int(answer["Attributes"]["ApproximateNumberOfMessages"]) == 10
-
-        wait_until(ready)
-        with relaying(connect, "jobs") as relay:
-            wait_until(lambda: relay.relayed >= 10 and requests.count("ReceiveMessage") > 1)
-    first = requests.index("ReceiveMessage")
-    assert requests[first : first + 4] == [
-        "ReceiveMessage", "SendMessageBatch", "DeleteMessageBatch", "ReceiveMessage",
-    ]  # fmt: skip
 
 
 # ---- relays that die, and several relays -------------------------------------------------------
@@ -244,49 +215,6 @@ def receivable_count(sqs: PrivateSqs) -> int:
     return int(answer["Attributes"][asked[0]])
 
 
-def test_a_relay_outlives_an_outage_of_sqs(sqs: PrivateSqs) -> None:
-    """It creates its delay queue again, which moto has lost."""
-    with relaying(lambda: delaying(sqs.url), "jobs") as relay:
-        wait_until(lambda: "jobs-delay.fifo" in names(sqs))
-        sqs.kill()
-        sqs.start()
-        wait_until(lambda: "jobs-delay.fifo" in names(sqs))
-        with delaying(sqs.url) as connection, inbox(connection, "jobs") as received:
-            publish(connection, "hello", "jobs", delay=2.5)
-            assert received.wait_for(1)[0].lateness_seconds >= 0
-    assert relay.promoted == 1
-
-
-def test_a_relay_has_a_connection_for_each_queue(
-    sqs: PrivateSqs, caplog: pytest.LogCaptureFixture
-) -> None:
-    queues = [f"jobs-{number}" for number in range(15)]
-
-    def connect() -> Any:
-        return Connection(sqs.url, transport_options={"native_delay": True})
-
-    with delaying(sqs.url) as connection:
-        part_of(connection, *queues).prepare(sqs.url)
-        for queue in queues:
-            publish(connection, "hello", queue, delay=2.5)
-        with relaying(connect, *queues) as relay:
-            wait_until(lambda: relay.promoted == len(queues))
-    assert "pool is full" not in caplog.text
-
-
-def test_a_deleted_destination_is_created_again(sqs: PrivateSqs) -> None:
-    make_delay_queue(sqs)
-    with delaying(sqs.url) as connection, relaying(lambda: delaying(sqs.url), "jobs") as relay:
-        publish(connection, "first", "jobs", delay=1.5)
-        wait_until(lambda: relay.promoted == 1)
-        publish(connection, "second", "jobs", delay=1.5)
-        sqs.client.delete_queue(QueueUrl=url_of(sqs, "jobs"))
-        with delaying(sqs.url) as consumer:
-            wait_until(lambda: relay.promoted == 2)
-            with inbox(consumer, "jobs") as received:
-                assert received.wait_for(1)[0].body == "second"
-
-
 def test_a_message_that_cannot_be_relayed_does_not_hold_up_others(
     sqs: PrivateSqs, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -327,30 +255,6 @@ def test_worker_and_producer_name_each_wrong_attribute(sqs: PrivateSqs) -> None:
             publish(connection, "hello", "jobs", delay=60)
         publish(connection, "short", "jobs", delay=1)
     assert waiting_on(sqs) == 0
-
-
-def test_a_wrong_delay_queue_does_not_stop_the_relay_of_others(
-    sqs: PrivateSqs, caplog: pytest.LogCaptureFixture
-) -> None:
-    make_delay_queue(sqs, "other", MessageRetentionPeriod="60")
-    with delaying(sqs.url) as connection, inbox(connection, "jobs") as received:
-        part = part_of(connection, "other", "jobs")
-        assert "in jobs-delay.fifo; relaying" in part.prepare(sqs.url)
-        assert "no relay serves 'other': other-delay.fifo: MessageRetention" in caplog.text
-        publish(connection, "hello", "jobs", delay=1.5)
-        relay = part.promoter(lambda: delaying(sqs.url))
-        with beside(relay.run, stop=relay.stop):
-            assert received.wait_for(1)[0].body == "hello"
-
-
-def test_a_redrive_policy_is_refused(sqs: PrivateSqs) -> None:
-    dead = sqs.client.create_queue(QueueName="dead.fifo", Attributes={"FifoQueue": "true"})
-    arn = sqs.client.get_queue_attributes(QueueUrl=dead["QueueUrl"], AttributeNames=["QueueArn"])
-    policy = {"deadLetterTargetArn": arn["Attributes"]["QueueArn"], "maxReceiveCount": 3}
-    make_delay_queue(sqs, RedrivePolicy=json.dumps(policy))
-    with delaying(sqs.url) as connection:
-        with pytest.raises(TopologyMismatch, match=r"RedrivePolicy is .*, expected none"):
-            part_of(connection, "jobs").prepare(sqs.url)
 
 
 def test_a_missing_predefined_queue_is_named(
@@ -432,17 +336,6 @@ def test_a_producer_warns_if_no_relay_runs(
 
 
 # ---- limits ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("delay", [1, 60])
-def test_a_message_that_is_too_large_is_refused_before_it_is_sent(
-    sqs: PrivateSqs, delay: float
-) -> None:
-    make_delay_queue(sqs)
-    with delaying(sqs.url) as connection:
-        with pytest.raises(CannotDelay, match="expected a message of at most 1,048,576 bytes"):
-            publish(connection, "x" * 600_000, "jobs", delay=delay)
-        publish(connection, "x" * 500_000, "jobs", delay=delay)
 
 
 @pytest.mark.parametrize("delay", [1, 60])
