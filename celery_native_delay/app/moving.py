@@ -36,7 +36,7 @@ from ..settings import DelaySettings, is_store_url
 from ..store.interface import Store
 from ..store.opened import store_of
 from ..transports.aliases import OPTION, option_of, url_errors_explained
-from ..transports.moving import HELD_STAYS, Moving, MovingPart, Reach, Source, Stays, Void
+from ..transports.moving import HELD_STAYS, Moving, MovingPart, Source, Stays, Void
 from ..transports.virtual.moving import StoreSource
 from ..urls import is_redis_url, without_password
 from .installation import delaying_channel
@@ -217,16 +217,6 @@ def _move_one(
 # ---- places ------------------------------------------------------------------------------------
 
 
-def reaches_of(app: Any) -> list[Reach]:
-    """Return the bindings of the app's queues."""
-    return [
-        Reach(each.exchange.name, each.exchange.type, each.routing_key or "", queue.name)
-        for queue in app.amqp.queues.values()
-        for each in (queue.bindings or (queue,))
-        if each.exchange is not None
-    ]
-
-
 @contextmanager
 def moving(
     app: Any, connection: Any, names: Sequence[str], vhost: str | None = None
@@ -234,7 +224,7 @@ def moving(
     """Yield the destination (the app's broker) and the sources, for a ``with`` block.
 
     Each name in *names* is the URL of another broker or of a store, or a name that
-    ``delay migrate --from`` accepts, such as ``celery``. *vhost* is the virtual host whose tasks
+    ``delay migrate --from`` accepts, such as ``broker``. *vhost* is the virtual host whose tasks
     are taken out of a store; by default that of the app's broker.
 
     Raises:
@@ -242,7 +232,7 @@ def moving(
     """
     channel, settings = delaying_channel(app, connection)
     part = _part_of(channel, settings, connection.as_uri())
-    reaches = reaches_of(app)
+    queues = [queue.name for queue in app.amqp.queues.values()]
     theirs = replace(settings, store=None, store_tasks=("*",))
     with ExitStack() as stack:
         sources = []
@@ -251,14 +241,14 @@ def moving(
                 found, reason = _stored(name, channel, settings, vhost)
                 if not found and is_redis_url(name):  # a Redis may also be another broker
                     other = stack.enter_context(_other_part(name, theirs, connection))
-                    found = other.sources(None, reaches)
+                    found = other.sources(None, queues)
                 if reason and not any(source.count() for source in found):
                     raise UnsupportedBroker(reason)
             elif "://" in name:
                 other = stack.enter_context(_other_part(name, theirs, connection))
-                found = other.sources(None, reaches)
+                found = other.sources(None, queues)
             else:
-                found = part.sources(name, reaches)
+                found = part.sources(name, queues)
             sources += [stack.enter_context(closing(source)) for source in found]
         yield part, sources
 
@@ -282,7 +272,7 @@ def _stored(
         told = ", ".join(f"{source.count()} of {each!r}" for each, source in full.items())
         reason = f"expected --vhost: {here.where} holds tasks of other virtual hosts only: {told}"
     elif not found and vhost is None and _is_same(here, own):
-        reason = f"{here.where} is the app's own store: use --from broker or celery"
+        reason = f"{here.where} is the app's own store: use --from broker"
     return found, reason
 
 
@@ -305,9 +295,7 @@ def _other_part(url: str, settings: DelaySettings, own: Any) -> Iterator[MovingP
         if (connection.hostname, connection.port) != (own.hostname, own.port):
             settings = replace(settings, management_url=None)
         if connection.as_uri() == own.as_uri():
-            raise UnsupportedBroker(
-                f"{shown} is the app's own broker: use --from celery or --from namespace:NAME"
-            )
+            raise UnsupportedBroker(f"{shown} is the app's own broker: use --from namespace:NAME")
         try:
             connection.ensure_connection(max_retries=1)
         except OperationalError as exc:

@@ -31,11 +31,10 @@ if TYPE_CHECKING:
     "names",
     multiple=True,
     required=True,
-    metavar="broker|celery|namespace:NAME|store|URL",
+    metavar="broker|namespace:NAME|store|URL",
     help="Where the messages wait. broker: the app's own broker, to move its tasks into the store. "
-    "celery, celery:PREFIX: Celery's own delayed delivery. namespace:NAME: delay queues of another "
-    "native_delay_namespace. URL: another broker, or a store. store: the app's own store, with "
-    "--vhost. Repeatable.",
+    "namespace:NAME: delay queues of another native_delay_namespace. URL: another broker, or a "
+    "store. store: the app's own store, with --vhost. Repeatable.",
 )
 @click.option("--vhost", help="Take the tasks of this virtual host out of the store.")
 @click.option(
@@ -55,11 +54,10 @@ def migrate(
 ) -> None:
     """Move waiting messages to the app's broker.
 
-    Sources are plain Celery's delayed delivery, this package's delay queues of another namespace,
-    and other brokers. Due times stay the same. A message is deleted at its source after the app's
-    broker has confirmed the message. Ctrl-C stops after the current message; run the command again
-    to move the rest. If the process is killed, no message is lost, but the task of the current
-    message may run twice.
+    Sources are this package's delay queues of another namespace, and other brokers. Due times stay
+    the same. A message is deleted at its source after the app's broker has confirmed the message.
+    Ctrl-C stops after the current message; run the command again to move the rest. If the process
+    is killed, no message is lost, but the task of the current message may run twice.
 
     The exit status is 1 if a message could not be moved.
     """

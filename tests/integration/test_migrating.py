@@ -12,15 +12,14 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from time import time, time_ns
+from time import time_ns
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from celery import Celery
 from click.testing import CliRunner
-from kombu import Connection, Exchange, Producer, Queue
-from kombu.transport import native_delayed_delivery as celerys
+from kombu import Connection, Exchange, Queue
 
 from celery_native_delay import Delay, DelaySettings, Verdict, install
 from celery_native_delay.app import holds
@@ -153,88 +152,6 @@ def assert_due(arrival: Arrival, *, early_seconds: float = 0.002) -> None:
     )
 
 
-# ---- Celery's own levels -----------------------------------------------------------------------
-
-
-@contextmanager
-def celerys_levels(
-    url: str, *, queue_type: str = "quorum", prefix: str | None = None
-) -> Iterator[Celery]:
-    """A plain app whose delayed tasks wait in Celery's own levels."""
-    with closing(plain_app(url)) as app, app.connection_for_write() as connection:
-        celerys.declare_native_delayed_delivery_exchanges_and_queues(connection, queue_type, prefix)
-        for queue in queues():
-            queue(connection.default_channel).declare()
-            if queue.exchange.type == "topic":
-                celerys.bind_queue_to_native_delayed_delivery_exchange(connection, queue, prefix)
-        yield app
-
-
-@pytest.mark.parametrize("queue_type", ["quorum", in_ci("classic")])
-def test_tasks_in_celerys_own_levels_keep_due_time_and_destination(
-    app: Celery, vhost_url: str, queue_type: str
-) -> None:
-    with celerys_levels(vhost_url, queue_type=queue_type) as plain:
-        send(plain, 1, 4.4, routing_key="ignored", priority=3)
-        send(plain, 2, 700, expires=900)
-        send(plain, 3, 30, queue="parcels")
-    told = migrated(app, "celery")
-    (source,) = told["sources"]
-    assert (source["source"], source["count"], source["moved"]) == ("celery_delayed_*", 3, 3)
-    assert source["doubtful"] == []
-    assert told["into"] == topology_of(app).name
-    with Connection(vhost_url) as connection:
-        assert sum(depth(connection, f"celery_delayed_{n}") for n in range(28)) == 0
-    with arriving(app) as inbox:
-        (arrival,) = inbox.wait_for(1)
-    assert_due(arrival)
-    message = arrival.message
-    assert message.delivery_info["exchange"] == "shop"
-    assert message.delivery_info["routing_key"] == "orders.#"
-    assert message.properties["priority"] == 3
-    assert not {name for name in message.headers if name.startswith("x-")}
-    assert arrival.waited
-    far, near = sorted(in_levels(app), key=due_of, reverse=True)
-    assert (far.headers["id"], near.headers["id"]) == ("order-2", "order-3")
-    assert due_of(far) == pytest.approx(time() + 700, abs=60)
-    assert far.headers[HEADER]["expires"] / 1000 == pytest.approx(time() + 900, abs=60)
-
-
-@on_one_version
-def test_levels_with_a_prefix_are_found_and_a_message_without_an_eta_stays(
-    app: Celery, vhost_url: str
-) -> None:
-    with celerys_levels(vhost_url, queue_type="classic", prefix="eu") as plain:
-        with plain.connection_for_write() as connection:
-            key = celerys.calculate_routing_key(300, "parcel")
-            Producer(connection).publish("x", exchange="eu_celery_delayed_27", routing_key=key)
-    found = migrated(app, "celery", status=1)["sources"]
-    (source,) = (each for each in found if each["count"])
-    assert (source["source"], source["moved"]) == ("eu_celery_delayed_*", 0)
-    ((why, count),) = source["refused"].items()
-    assert "no ETA" in why
-    assert count == 1
-    told = migrated(app, "celery:eu", status=1)
-    assert [each["source"] for each in told["sources"]] == ["eu_celery_delayed_*"]
-
-
-@on_one_version
-def test_a_message_without_destination_stays_and_is_reported(app: Celery, vhost_url: str) -> None:
-    with celerys_levels(vhost_url, queue_type="classic") as plain:
-        send(plain, 1, 400)
-        with plain.connection_for_write() as connection:
-            key = celerys.calculate_routing_key(400, "nobody.knows")
-            Producer(connection).publish("x", exchange="celery_delayed_27", routing_key=key)
-    told = migrated(app, "celery", status=1)
-    (source,) = told["sources"]
-    assert source["moved"] == 1
-    ((why, count),) = source["refused"].items()
-    assert "nobody.knows" in why
-    assert count == 1
-    with Connection(vhost_url) as connection:
-        assert depth(connection, "celery_delayed_8") == 1
-
-
 # ---- earlier levels of ours --------------------------------------------------------------------
 
 
@@ -299,19 +216,14 @@ def other_url(rabbitmq: PrivateRabbitMQ) -> Iterator[str]:
 
 
 @on_one_version
-def test_from_another_rabbitmq_celerys_levels_and_ours_are_moved(
+def test_what_waits_on_another_rabbitmq_is_moved(
     app: Celery, other_url: str, settings: dict[str, Any]
 ) -> None:
-    with celerys_levels(other_url, queue_type="classic") as plain:
-        send(plain, 1, 400)
     with an_app(other_url, **settings) as old:
-        send(old, 2, 500)
-        send(old, 3, 600, queue="reminders")
-    told = migrated(app, other_url)
-    assert told["moved"] == 3
-    assert {message.headers["id"] for message in in_levels(app)} == {
-        f"order-{number}" for number in (1, 2, 3)
-    }
+        send(old, 1, 500)
+        send(old, 2, 600, queue="reminders")
+    assert migrated(app, other_url)["moved"] == 2
+    assert {message.headers["id"] for message in in_levels(app)} == {"order-1", "order-2"}
     assert migrated(app, other_url)["moved"] == 0
 
 
@@ -559,8 +471,8 @@ def test_wrong_sources_are_refused_with_the_reason(
     app: Celery, vhost_url: str, store_redis: PrivateRedis
 ) -> None:
     for name, says in [
-        ("nonsense", "expected celery"),
-        ("queue:orders", "expected celery"),
+        ("nonsense", "expected namespace:NAME"),
+        ("queue:orders", "expected namespace:NAME"),
         (vhost_url, "own broker"),
         ("amqp://127.0.0.1:9//", "cannot use amqp://"),
         ("nosuch://x", "scheme"),
@@ -568,7 +480,7 @@ def test_wrong_sources_are_refused_with_the_reason(
         done = command(app, "migrate", "--from", name, "--yes")
         assert (done.exit_code, says in done.output) == (1, True), (name, done.output)
     with an_app(store_redis.url) as redis_app:
-        done = command(redis_app, "migrate", "--from", "celery", "--yes")
+        done = command(redis_app, "migrate", "--from", OLD, "--yes")
         assert "about RabbitMQ" in done.output
 
 
@@ -659,14 +571,15 @@ def killed_in_the_middle(app: Celery, *names: str) -> None:
 def test_a_message_in_both_places_is_recognised_or_reported_as_doubtful(
     vhost_url: str, settings: dict[str, Any], store_redis: PrivateRedis, stored: bool
 ) -> None:
-    if stored:
-        settings["store"] = store_redis.url
-    with celerys_levels(vhost_url, queue_type="quorum") as plain:
-        send(plain, 1, 400)
-        send(plain, 2, 400)
-    with an_app(vhost_url, **settings) as app:
-        killed_in_the_middle(app, "celery")
-        (source,) = migrated(app, "celery")["sources"]
+    more = {"store": store_redis.url} if stored else {}
+    with (
+        an_app(vhost_url, **settings, **EARLIER) as old,
+        an_app(vhost_url, **settings, **more) as app,
+    ):
+        for number in (1, 2):
+            send(old, number, 400)
+        killed_in_the_middle(app, OLD)
+        (source,) = migrated(app, OLD)["sources"]
         assert source["moved"] == 2
         if stored:
             assert source["doubtful"] == []
@@ -865,17 +778,3 @@ def test_a_place_in_a_rates_queue_is_kept_on_the_same_broker_only(
         assert migrated(app, OLD, store_redis.url)["moved"] == 2
         places = {each.headers["id"]: each.headers.get(PLACE) for each in in_levels(app)}
         assert places == {"order-1": None, "order-2": '{"reminders": 17}'}
-
-
-# ---- what is left ------------------------------------------------------------------------------
-
-
-def test_doctor_names_the_queues_of_celerys_own_delayed_delivery(
-    app: Celery, vhost_url: str
-) -> None:
-    """They are advice, and the remedy names the source of ``delay migrate``."""
-    with celerys_levels(vhost_url):
-        found = json.loads(command(app, "verify", "--json").stdout)["findings"]
-    advice = {each["problem"]: each["remedy"] for each in found if each["level"] == "advice"}
-    remedy = advice["celery_delayed_*: delay queues of Celery's own delayed delivery"]
-    assert "--from celery" in remedy

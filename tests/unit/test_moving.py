@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -19,12 +19,12 @@ from celery_native_delay.records.publishing import RecordedPublish
 from celery_native_delay.transports.moving import (
     Found,
     Moving,
-    Reach,
     Source,
     Stays,
     Void,
     derived_id,
 )
+from celery_native_delay.transports.rabbitmq.moving import deliveries_of
 from celery_native_delay.transports.virtual.moving import moving_of
 from celery_native_delay.transports.virtual.wrapping import encoded, wrapped
 
@@ -73,7 +73,7 @@ class Other:
 
     def prepare(self, queues: Sequence[Any]) -> None: ...
 
-    def sources(self, what: str | None, reaches: Sequence[Reach]) -> list[Source]:
+    def sources(self, what: str | None, queues: Iterable[str]) -> list[Source]:
         return []
 
     def key_records(self) -> KeyRecords | None:
@@ -274,3 +274,9 @@ def test_a_kombu_envelope_is_read_back_into_its_message(encoding: str | None) ->
     assert found.delayed.cancelled
     assert found.delayed.queue is None
     assert "expires" not in found.headers
+
+
+def test_deliveries_are_read_from_the_headers_of_every_rabbitmq() -> None:
+    assert deliveries_of({}) == 0
+    assert deliveries_of({"application_headers": {"x-delivery-count": 3}}) == 3
+    assert deliveries_of({"application_headers": {"x-acquired-count": 7}}) == 7

@@ -18,7 +18,6 @@ from ...finding import (
 from .blueprint import blueprint
 from .declaring import broker_version
 from .delays import RabbitDelays
-from .elsewhere import celerys_levels
 from .management import ManagementAPI, overriding_policies, refusing_findings
 from .status import RabbitStatus, status
 from .topology import Binding, Declaration, Exchange, Queue, Topology
@@ -49,7 +48,6 @@ def verify(delays: RabbitDelays, api: ManagementAPI, queues: Sequence[Any] = ())
     try:
         found = [*_compare(topology, plan, api), *overriding_policies(api, topology)]
         found = _by_rights(delays, found) + refusing_findings(api, topology)
-        found += _celerys_levels(api)
         queues = api.named("queues", f"{topology.space}.")
         replicated = any(len(queue.get("members") or ()) > 1 for queue in queues)
         return found + known_faults(broker_version(delays.connection), replicated=replicated)
@@ -148,17 +146,6 @@ def _compare(
                 if (kind, destination, routing_key) not in bound[source]:
                     problem = f"{source}: not bound to {destination} with {routing_key}"
                     yield _finding(problem, way_out)
-
-
-def _celerys_levels(api: ManagementAPI) -> Iterator[Finding]:
-    """Find delay queues of Celery's own delayed delivery."""
-    for levels in celerys_levels(api.names("queues", containing="celery_delayed_")):
-        problem = f"{levels}*: delay queues of Celery's own delayed delivery"
-        way_out = (
-            "move their messages with `celery -A PROJ delay migrate --from celery`, and delete the "
-            "empty queues in RabbitMQ"
-        )
-        yield Finding("delay levels", ADVICE, problem, way_out)
 
 
 def _missing(delays: RabbitDelays, plan: Sequence[Declaration]) -> Iterator[Finding]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from time import time_ns
 from typing import Any
 
 from ...errors import InvalidDueTime
 from ...message import due_of
 from ...store.interface import WaitingRow
-from ..moving import Found, Moving, Reach, Source, Stays
+from ..moving import Found, Moving, Source, Stays
 from ..virtual import moving
 from ..virtual.moving import StoreSource
 from .keys import member_of, opened_entry
@@ -30,13 +30,13 @@ class RedisMovingPart(moving.VirtualMovingPart):
         self._channel.delays.prepare()
         super().prepare(queues)
 
-    def sources(self, what: str | None, reaches: Sequence[Reach]) -> list[Source]:
+    def sources(self, what: str | None, queues: Iterable[str]) -> list[Source]:
         """Return the waiting messages, and the tasks that ``delay migrate`` cannot move.
 
         These tasks have a future ETA, but are in a normal queue or unacknowledged. ``delay
         migrate`` reports only their number and the reason.
         """
-        return [*super().sources(what, reaches), *held_by_queues(self._channel, reaches)]
+        return [*super().sources(what, queues), *held_by_queues(self._channel, queues)]
 
     def _has(self, message: dict[str, Any], queue: str) -> bool:
         if self._channel.store is not None:
@@ -84,12 +84,12 @@ class PlainSource(Source):
         raise AssertionError("all of them stay")
 
 
-def held_by_queues(channel: Any, reaches: Sequence[Reach]) -> Iterator[PlainSource]:
+def held_by_queues(channel: Any, queues: Iterable[str]) -> Iterator[PlainSource]:
     """Find tasks with a future ETA, in normal queues and among unacknowledged messages."""
     store: RedisBrokerStore = channel.delays.own
     prefix, client = store.keys.prefix, store.client
     way_out = "let an installed worker consume its queue, which puts it into the store"
-    queues = {reach.queue for reach in reaches}
+    queues = set(queues)
     # A queue of task_routes or `worker -Q` need not be in the app's task_queues.
     for bindings in client.scan_iter(f"{prefix}{channel.keyprefix_queue % '*'}", count=1000):
         bound = client.smembers(bindings)
