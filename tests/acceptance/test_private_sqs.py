@@ -39,15 +39,6 @@ def test_concurrent_consumers_get_different_messages() -> None:
         assert sorted(received, key=int) == [str(number) for number in range(40)]
 
 
-def test_a_restarted_server_is_empty_and_has_the_same_port() -> None:
-    with private_sqs() as sqs:
-        for end in (sqs.wipe, sqs.stop, sqs.kill):
-            sqs.client.create_queue(QueueName="jobs")
-            end()
-            sqs.start()
-            assert "QueueUrls" not in sqs.client.list_queues()
-
-
 def test_the_server_ends_when_the_test_process_is_killed() -> None:
     assert_nothing_left_when_killed(
         "private_sqs()", "broker.folder", module="example_project.private_sqs"

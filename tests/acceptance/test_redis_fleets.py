@@ -17,7 +17,6 @@ from celery_native_delay.testing import private_redis, require_redis
 from celery_native_delay.testing.processes import claim_ports, port_of
 from pytest_celery_native_delay import installed
 from tests.acceptance.worker import REPOSITORY, Fleet, fleet_on
-from tests.brokers import in_ci
 from tests.conformance.brokers import options_of, running_broker
 from tests.waiting import PATIENCE_SECONDS
 
@@ -116,20 +115,6 @@ def test_a_plain_worker_runs_tasks_that_another_process_promotes(
     assert promote.wait(PATIENCE_SECONDS) == 0
     assert promote.stdout is not None
     assert promote.stdout.read().splitlines()[-1] == "1 message(s) promoted, 0 parked"
-
-
-@pytest.mark.parametrize("installed", [False, in_ci(True)])
-def test_a_task_of_protocol_1_runs_on_time(fleet: Fleet, installed: bool) -> None:
-    fleet.worker()
-    code = (
-        "import time\n"
-        "before = time.time()\n"
-        "result = app.tasks['note'].apply_async(('one',), countdown=2)\n"
-        "print(result.id, before, time.time())"
-    )
-    task_id, before, after = fleet.produce(code, installed=installed, task_protocol=1).split()
-    (run,) = fleet.record.wait_for(task_id=task_id)
-    run.assert_on_time(float(before) + 2, float(after) + 2)
 
 
 # ---- messages at the start of a worker ---------------------------------------------------------

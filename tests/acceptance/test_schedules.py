@@ -172,21 +172,6 @@ def test_a_changed_entry_is_published_anew_and_one_that_is_gone_is_removed(fleet
     assert first.process.poll() is None
 
 
-def test_a_relative_expiry_counts_from_the_due_time(fleet: Fleet) -> None:
-    options = {"expires": 2}
-    entry = {"task": "note", "schedule": 4.0, "args": ["tick"], "options": options}
-    fleet.worker(beat_schedule={"tick": entry})
-    fleet.record.wait_for(2)
-
-
-@BOTH
-def test_a_task_that_sends_nothing_while_it_waits_goes_on(fleet: Fleet) -> None:
-    """As with beat, its ``apply_async`` is called when a run is due, not one period before."""
-    fleet.worker(beat_schedule={"tick": {"task": "once", "schedule": 2.0}})
-    runs = fleet.record.wait_for(3)
-    assert len({run.id for run in runs}) == len(runs)
-
-
 @BOTH
 def test_an_entry_can_be_paused_resumed_and_run_now(fleet: Fleet) -> None:
     entries = {"tick": {"task": "note", "schedule": 1.0, "args": ["tick"]}}

@@ -216,25 +216,6 @@ def replicate(sentinel: PrivateSentinel) -> None:
     wait_until(lambda: replica.client.info("replication")["slave_repl_offset"] >= written)
 
 
-def test_until_start_frees_the_key_when_the_task_starts(fleet: Fleet) -> None:
-    delay, app = Delay(fleet.app()), fleet.app()
-    fleet.worker(concurrency=2)
-    alone = app.signature("alone", args=("a", 3.0))
-    first = delay.unique(alone, key="a", until="start")
-    wait_until(lambda: bool(phases(fleet)))
-    second = wait_until(
-        lambda: next(
-            (
-                each.id
-                for each in [delay.unique(alone, key="a", until="start")]
-                if each.id != first.id
-            ),
-            None,
-        )
-    )
-    fleet.record.wait_for(1, task_id=second)
-
-
 @pytest.mark.parametrize("fleet", ["redis", in_ci("rabbitmq")], indirect=True)
 def test_a_task_that_ended_or_never_runs_frees_its_key(fleet: Fleet) -> None:
     delay, app = Delay(fleet.app()), fleet.app()
