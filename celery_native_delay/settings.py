@@ -130,7 +130,7 @@ class DelaySettings:
     ``postgresql+psycopg://host/shop``, in which tasks wait instead of in the broker. ``django`` is
     the default database of a Django project, ``django:other`` another one. With
     ``?native_delay_prefix=shop_delay_`` in the URL of a database, the names of its tables begin
-    with ``shop_delay_``. Default: None. RabbitMQ, SQS and pgmq then delay tasks themselves; Redis
+    with ``shop_delay_``. Default: None. RabbitMQ and SQS then delay tasks themselves; Redis
     and ``sqla+…`` brokers are their own store. With other brokers, tasks wait in the worker's
     memory, as in Celery."""
     store_tasks: tuple[str, ...] = ("*",)
@@ -165,7 +165,7 @@ class DelaySettings:
 
     schedules: bool | int | str = False
     """If on, periodic tasks such as those of ``beat_schedule`` are delayed tasks, and no ``celery
-    beat`` is needed. Needs a store beside RabbitMQ, SQS and pgmq. Instead of True, you can give the
+    beat`` is needed. Needs a store beside RabbitMQ and SQS. Instead of True, you can give the
     release of the app's ``beat_schedule``: a number, or a date such as ``"2026-11-23"``. If workers
     have different schedules, the highest release decides; of equal ones, the worker that started
     last. True is lower than any release. Default: False."""

@@ -64,8 +64,7 @@ def leaving(
 ) -> tuple[MovingPart | None, Sequence[Source]]:
     """Remove the schedule entries; return what moves the waiting tasks, and the waiting tasks.
 
-    The result is (None, ()) if messages of this broker cannot be moved: SQS and pgmq without a
-    store.
+    The result is (None, ()) if messages of this broker cannot be moved: SQS without a store.
 
     Raises:
         SettingsError: the app does not drain, so that new tasks would wait.

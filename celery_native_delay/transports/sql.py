@@ -161,7 +161,8 @@ class StoreDelayingTransport(DelayingTransport):
         return self._woken.set
 
     def drain_events(self: Any, connection: Any, timeout: float | None = None) -> Any:
-        if self._woken is None or not self.polling_interval or not timeout:
+        is_notified = (self.client.transport_options or {}).get("use_notify")  # of pgmq
+        if self._woken is None or is_notified or not self.polling_interval or not timeout:
             return super().drain_events(connection, timeout=timeout)  # type: ignore[misc]
         try:
             return super().drain_events(connection, timeout=0)  # type: ignore[misc]
@@ -212,6 +213,22 @@ class FolderChannel(StoreDelayingChannel):
         return super()._get(queue, **kwargs)  # type: ignore[misc]
 
 
+class TopicChannel(StoreDelayingChannel):
+    """A mixin for pgmq's channel: PostgreSQL finds the queues of a topic exchange."""
+
+    def _put_topic(
+        self: Any, exchange: str, message: dict[str, Any], routing_key: str, **kwargs: Any
+    ) -> None:
+        if not self.put_broadcast(exchange, message, routing_key):
+            super()._put_topic(exchange, message, routing_key, **kwargs)  # type: ignore[misc]
+
+    def put_due(self: Any, message: dict[str, Any], entry: StoreEntry) -> None:
+        if entry.queue is None and self.typeof(entry.exchange).type == "topic":
+            super()._put_topic(entry.exchange, message, entry.routing_key)  # type: ignore[misc]
+        else:
+            super().put_due(message, entry)
+
+
 class DatabaseChannel(StoreDelayingChannel):
     """A mixin for sqlalchemy channels, which hides our options from SQLAlchemy's engine."""
 
@@ -252,6 +269,8 @@ def delaying(kombus: type[virtual.Transport]) -> type[virtual.Transport]:
         mixin = DatabaseChannel
     elif is_folder(plain):
         mixin = FolderChannel
+    elif hasattr(plain, "_put_topic"):
+        mixin = TopicChannel
     names: dict[str, Any] = {"__module__": __name__}
     if plain.Message is not virtual.Message:
         names["Message"] = type("Message", (VirtualMessage, plain.Message), {})

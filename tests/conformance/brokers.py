@@ -111,11 +111,11 @@ def knows_bindings(url: str) -> bool:
 
 def needs_store(url: str) -> bool:
     """True if tasks wait in the broker and cannot be listed there, unless a store is set."""
-    return url.startswith(("amqp", "sqs://", "pgmq://"))
+    return url.startswith(("amqp", "sqs://"))
 
 
 def own_store(url: str) -> str:
-    """The URL of the database of a pgmq, which can also be a store."""
+    """The URL of the database of a pgmq, which is also its store."""
     name, folder = database_of(url)
     return f"postgresql+psycopg://postgres@/{name}?host={folder}"
 
@@ -127,7 +127,7 @@ def has_database_beside(broker: Broker) -> bool:
 
 def whole_seconds(url: str) -> bool:
     """True if the broker rounds delays up to whole seconds."""
-    return url.startswith(("sqs://", "pgmq://"))
+    return url.startswith("sqs://")
 
 
 @contextmanager
@@ -163,6 +163,8 @@ def settings_of(url: str) -> dict[str, Any]:
     scheme, _, path = url.partition("://")
     if scheme == "filesystem":
         return {"store": Path(path, "store").read_text()}
+    if scheme == "pgmq":
+        return {"store": own_store(url)}
     return {"store": STORES[url]} if url in STORES else {}
 
 
@@ -305,7 +307,7 @@ def drop_tables(url: str) -> None:
 
 
 class Pgmq:
-    """A space is a database with the functions of pgmq, and with the records."""
+    """A space is a database with the functions of pgmq, and with the store."""
 
     def __init__(self, server: PrivatePostgreSQL) -> None:
         self._server = server
