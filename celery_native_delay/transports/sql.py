@@ -39,8 +39,12 @@ from ..urls import without_password
 from .aliases import OPTION, originals
 from .interface import AdminPart, Backlog, Told, Wait, WorkerPart
 from .moving import Source
-from .virtual import delays
-from .virtual.channel import DelayingChannel, DelayingTransport, VirtualMessage
+from .virtual.channel import (
+    DelayingChannel,
+    DelayingTransport,
+    VirtualDelays,
+    VirtualMessage,
+)
 from .virtual.moving import StoreSource, VirtualMovingPart
 
 #: Error numbers that mean that the queue's name is wrong, if the folder exists.
@@ -53,7 +57,7 @@ _WRITING_SECONDS = 10.0
 _LOOKED_AT = 10
 
 
-class SqlDelays(delays.VirtualDelays):
+class SqlDelays(VirtualDelays):
     """Knows the store in which all delayed tasks of this broker wait."""
 
     @cached_property

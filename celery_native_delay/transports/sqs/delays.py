@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
-from time import monotonic
+from time import monotonic, time_ns
 from typing import Any, NamedTuple
 
 from botocore.exceptions import ClientError
 
+from ...due_time import milliseconds_up
 from ...durations import duration
 from ...errors import CannotDelay, NotPermitted, TopologyMismatch
 from ...settings import DelaySettings
-from ..virtual import delays
+from ..virtual.channel import VirtualDelays
+from ..virtual.wrapping import wrapped
 from . import hops
 from .entry import MOST_BYTES, Payload, SqsEntry, SqsMessage, check_size
 from .queues import (
@@ -42,7 +44,7 @@ class KnownDelayQueue(NamedTuple):
     most_bytes: int = MOST_BYTES  # the largest message that the destination accepts
 
 
-class SqsDelays(delays.SendingDelays):
+class SqsDelays(VirtualDelays):
     """Publishes delayed messages on one SQS channel."""
 
     def __init__(self, channel: Any, settings: DelaySettings) -> None:
@@ -54,26 +56,47 @@ class SqsDelays(delays.SendingDelays):
     def place(self) -> str:
         return str(self._channel.queue_name_prefix or super().place)
 
-    def send(self, put: SqsMessage, *, now_us: int) -> None:
-        """Send a message to the destination queue or, for long delays, to the delay queue."""
-        queue = put.queue
+    def publish(
+        self,
+        queue: str,
+        message: dict[str, Any],
+        *,
+        due_us: int,
+        delivery_id: str | None = None,
+    ) -> None:
+        """Send a message to the destination queue or, for long delays, to the delay queue.
+
+        *delivery_id* is as in :meth:`put_of`.
+        """
+        put = self.put_of(queue, message, due_us=due_us, delivery_id=delivery_id)
+        now_us = time_ns() // 1000
         self.check_size(put, now_us=now_us)
         if not put.is_far(now_us=now_us) or not self._send_into_delay_queue(
             queue, put.entry(now_us=now_us)
         ):
             self._send(queue, put.payload, put.seconds_here(now_us=now_us))
 
-    def _put(self, queue: str, message: dict[str, Any], due_us: int) -> SqsMessage:
+    def put_of(
+        self,
+        queue: str,
+        message: dict[str, Any],
+        *,
+        due_us: int,
+        delivery_id: str | None = None,
+    ) -> SqsMessage:
+        """Add this package's header to *message*, and encode *message* for *queue*.
+
+        If *delivery_id* is None, the delivery id is kombu's delivery tag.
+        """
+        self.check_settings()
         if not can_delay(queue):
             raise CannotDelay(
                 f"expected a queue that can delay, got the FIFO queue {queue!r}: SQS takes no "
                 f"delay for a single message there"
             )
-        base64 = self._channel.sqs_base64_encoding
-        payload = Payload.of(message, base64=base64)
-        return SqsMessage(
-            queue, due_us, str(message["properties"]["delivery_tag"]), payload, base64
-        )
+        base64, tag = self._channel.sqs_base64_encoding, str(message["properties"]["delivery_tag"])
+        own = wrapped(message, due_ms=milliseconds_up(due_us), delivery_id=delivery_id or tag)
+        return SqsMessage(queue, due_us, tag, Payload.of(own, base64=base64), base64)
 
     def check_size(self, put: SqsMessage, *, now_us: int) -> None:
         """Raise CannotDelay if a message is too large for SQS or for the destination queue."""
