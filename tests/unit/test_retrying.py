@@ -15,6 +15,7 @@ from celery.exceptions import Retry
 from celery_native_delay import Rate, RetryAfter, install
 from celery_native_delay.app import retrying
 from celery_native_delay.app.retrying import SINCE
+from celery_native_delay.clock import Clock
 from celery_native_delay.rates.line import Asked
 from celery_native_delay.records.waiting import PLACE
 from celery_native_delay.worker import telemetry
@@ -152,11 +153,12 @@ def test_after_the_limit_the_last_answer_is_the_error_and_still_holds_the_others
 
 @pytest.mark.parametrize("older", [True, False])
 def test_in_eager_mode_the_task_is_retried_at_once_and_the_retries_count(older: bool) -> None:
-    """Also if the task was made before install()."""
+    """Also if the task was made before install(), or its app was under the test clock."""
     app = Celery("shop", broker="memory://", set_as_current=False)
     app.conf.task_always_eager = True
     if not older:
-        install(app, rates=RATES)
+        with Clock(install(app, rates=RATES)):
+            pass
     calls: list[int] = []
 
     @app.task(name="shop.call_api", shared=False, max_retries=5)
@@ -169,11 +171,13 @@ def test_in_eager_mode_the_task_is_retried_at_once_and_the_retries_count(older: 
     if older:
         call_api.name  # noqa: B018  makes the task
         install(app, rates=RATES)
-    assert call_api.delay("ada", 4).get() == "ada"
-    assert len(calls) == 5
-    calls.clear()
-    assert isinstance(call_api.delay("ada", 9).result, RetryAfter)
-    assert len(calls) == 6
+    for call in (call_api.delay, lambda *args: call_api.apply(args)):
+        calls.clear()
+        assert call("ada", 4).get() == "ada"
+        assert len(calls) == 5
+        calls.clear()
+        assert isinstance(call("ada", 9).result, RetryAfter)
+        assert len(calls) == 6
 
 
 def test_while_the_package_is_off_it_is_an_ordinary_failure(sent: Sent) -> None:
