@@ -207,14 +207,6 @@ def test_run_now_delivers_a_task_at_once(app: Celery, delay: Delay, arrivals: In
     assert datetime.fromisoformat(arrival.message.headers["eta"]) <= datetime.now(UTC)
 
 
-def test_a_negative_countdown_delivers_a_task_at_once(
-    app: Celery, delay: Delay, arrivals: Inbox
-) -> None:
-    send_task(app, 1, countdown=3600)
-    assert delay.reschedule("order-1", countdown=-1e20)
-    assert arrivals.wait_for(1)
-
-
 def test_many_tasks_are_moved_by_a_time_or_spread(app: Celery, delay: Delay) -> None:
     """``by`` keeps the spacing of the tasks; ``spread`` sets it."""
     for number in range(3):

@@ -11,13 +11,11 @@ from example_project.demo_broker import DemoBroker, choose
 @pytest.mark.parametrize(
     ("asked", "there", "chosen"),
     [
-        ("", "rabbitmq embedded docker", "rabbitmq"),
-        ("", "embedded docker", "embedded"),
-        ("", "docker", "docker"),
+        ("", "rabbitmq embedded", "rabbitmq"),
+        ("", "embedded", "embedded"),
         (None, "rabbitmq", "rabbitmq"),
-        ("rabbitmq", "rabbitmq embedded docker", "rabbitmq"),
-        ("rabbitmq", "embedded docker", "docker"),
-        ("embedded", "rabbitmq embedded docker", "embedded"),
+        ("rabbitmq", "rabbitmq embedded", "rabbitmq"),
+        ("embedded", "rabbitmq embedded", "embedded"),
         ("filesystem", "", "filesystem"),
         ("redis://shop:6379/1", "", "redis://shop:6379/1"),
         ("amqp://", "embedded", "amqp://"),
@@ -35,7 +33,7 @@ def test_the_demo_takes_the_broker_asked_for_or_the_best_installed_one(
     [
         ("", "", "apt install rabbitmq-server"),
         ("rabbitmq", "embedded", "make demo BROKER=embedded"),
-        ("embedded", "rabbitmq docker", r"pip install 'celery_native_delay\[embedded\]'"),
+        ("embedded", "rabbitmq", r"pip install 'celery_native_delay\[embedded\]'"),
         ("redis", "rabbitmq", "expected BROKER to be .*, sqs or a url, got 'redis'"),
     ],
 )
@@ -49,7 +47,6 @@ def choice(asked: str | None, there: str) -> str:
         asked,
         rabbitmq="rabbitmq" in there,
         embedded="embedded" in there,
-        docker=lambda: "docker" in there,
     )
 
 
