@@ -9,10 +9,12 @@ from celery_native_delay.transports.rabbitmq.mirror import (
     Mirror,
     Mirrored,
     is_internal,
+    landing_declarations,
 )
 from celery_native_delay.transports.rabbitmq.topology import (
     Binding,
     Exchange,
+    Queue,
     Topology,
     Unbinding,
 )
@@ -45,6 +47,24 @@ def test_a_binding_is_mirrored_on_the_delivery_exchange(
     binding = Binding(DELIVERY, "q", pattern)
     assert list(mirror.declarations(Mirrored("q", exchange, key))) == [binding]
     assert mirror.binding_of(Mirrored("q", exchange, key)) == binding
+
+
+@pytest.mark.parametrize("kind", ["direct", "topic"])
+def test_a_key_that_is_too_long_is_bound_by_its_hash_or_gets_its_exchange_a_landing_queue(
+    mirror: Mirror, kind: str
+) -> None:
+    mirror.exchange_declared("jobs", kind, None)
+    found = list(mirror.declarations(Mirrored("q", "jobs", "k" * 254)))
+    if kind == "direct":
+        (binding,) = found
+        assert isinstance(binding, Binding)
+        assert binding.routing_key.startswith("*.*.%%h")
+        assert len(binding.routing_key.encode()) <= 255
+    else:
+        landing = TOPOLOGY.landing_queue("jobs")
+        assert [type(each) for each in found] == [Queue, Binding, Exchange], "the marker is last"
+        assert found[:2] == [*landing_declarations(TOPOLOGY, "jobs")]
+        assert found[1].destination == found[0].name == landing  # type: ignore[union-attr]
 
 
 def test_a_listed_queue_gets_a_landing_queue_in_front_and_loses_its_direct_binding() -> None:
