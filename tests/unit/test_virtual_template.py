@@ -122,17 +122,13 @@ def test_a_template_refuses_anything_but_a_delayed_task(change: dict[str, Any], 
         VirtualTaskTemplate(json.loads(json.dumps(good | change)), PUT)
 
 
-def test_uuids_are_valid_and_differ() -> None:
+def test_uuids_are_valid_and_differ_and_plain_ids_have_128_bits() -> None:
     ids = RandomIds()
-    made = [ids.uuid() for _ in range(1_000)]
-    assert len(set(made)) == 1_000
+    plain = {ids.hex() for _ in range(1_000)}
+    assert len(plain) == 1_000
+    assert all(0 <= int(text, 16) < 2**128 and len(text) == 32 for text in plain)
+    made = {ids.uuid() for _ in range(1_000)}
+    assert len(made) == 1_000
     for text in made:
         uuid = UUID(text)
         assert (str(uuid), uuid.version, uuid.variant) == (text, 4, RFC_4122)
-
-
-def test_plain_ids_are_128_bits() -> None:
-    ids = RandomIds()
-    made = [ids.hex() for _ in range(1_000)]
-    assert len(set(made)) == 1_000
-    assert all(0 <= int(text, 16) < 2**128 and len(text) == 32 for text in made)
