@@ -106,18 +106,7 @@ class WorkerPart(ABC):
         return f"longest delay {duration(self.settings.longest_delay_seconds)}"
 
     def dangers(self) -> Iterable[Finding]:
-        """Report broker settings that can cause message loss or wrong delivery times.
-
-        Raises ManagementUnavailable if RabbitMQ's management API does not answer.
-        """
-        return []
-
-    def divert(self) -> list[str]:
-        """Keep full queues from delaying the messages of other queues.
-
-        Returns a sentence for each queue whose due messages now take another way. Raises
-        ManagementUnavailable if RabbitMQ's management API does not answer.
-        """
+        """Report broker settings that can cause message loss or wrong delivery times."""
         return []
 
     def put_back(self, waits: Sequence[Wait]) -> list[Exception | None]:

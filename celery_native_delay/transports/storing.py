@@ -274,7 +274,7 @@ class StoreWorkerPart(WorkerPart):
     def dangers(self) -> Iterator[Finding]:
         yield from self._store.findings()
         yield from stranded(self._store, WRONG)
-        yield from self._own.dangers()  # last, because RabbitMQ's management API may not answer
+        yield from self._own.dangers()
 
     def put_back(self, waits: Sequence[Wait]) -> list[Exception | None]:
         stored = [wait for wait in waits if self._is_stored(wait)]

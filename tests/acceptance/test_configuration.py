@@ -149,18 +149,6 @@ def test_quorum_task_queues_on_a_topic_exchange(
     assert worker.log_lines("CRITICAL") == []
 
 
-@on_one_version
-def test_a_worker_names_a_policy_that_overrides_the_levels_at_boot(
-    fleet: Fleet, rabbitmq: PrivateRabbitMQ, vhost: str
-) -> None:
-    rabbitmq.set_policy(vhost, "short-lived", ".*", {"message-ttl": 500})
-    credentials = rabbitmq.management_url.replace("://", "://guest:guest@")
-    worker = fleet.worker(native_delay_management_url=credentials)
-    worker.wait_for_log("WARNING", "short-lived", "message-ttl")
-    assert len(worker.log_lines("WARNING", "short-lived")) == 1
-    assert "guest:guest" not in worker.log
-
-
 # ---- errors ---------------------------------------------------------------------------------
 
 

@@ -202,8 +202,10 @@ def test_rabbitmq_missing_levels_policies_and_parked_messages_are_found(
     if rabbitmq.version.startswith("4."):
         definition |= {"delayed-retry-type": "all", "delayed-retry-min": 1000}
     rabbitmq.set_policy(vhost, "everything", ".*", definition)
-    assert all(key in the_wrong(app, "policies").problem for key in definition)
+    (found,) = wait_until(lambda: of_level(app, WRONG) or None)
+    assert (found.check, all(key in found.problem for key in definition)) == ("policies", True)
     rabbitmq.api("DELETE", f"/policies/{vhost}/everything")
+    wait_until(lambda: not of_level(app, WRONG))
 
     with app.connection_for_write() as connection:
         producer = connection.Producer()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -151,22 +152,21 @@ def test_a_full_rejecting_queue_delays_only_its_own_messages(
 
 
 @pytest.mark.ci
-@in_turn("known_by", ("a worker",), ("the setting",))
 def test_a_queue_that_rejects_by_policy_delays_only_its_own_messages(
-    mortal_rabbitmq: PrivateRabbitMQ, mortal_url: str, known_by: str
+    mortal_rabbitmq: PrivateRabbitMQ, mortal_url: str
 ) -> None:
-    """AMQP does not show policies: a worker asks the management API, or the setting tells."""
+    """``delay verify`` names it until it is listed in ``native_delay_landing``."""
     vhost = vhost_name(mortal_url)
     full = {"max-length": 1, "overflow": "reject-publish"}
     mortal_rabbitmq.set_policy(vhost, "cap", "^full$", full)
-    settings: dict[str, Any] = {"management_url": mortal_rabbitmq.management_url}
-    if known_by == "the setting":
-        settings = {"landing": ["fu*"]}
-    with delaying(mortal_url, **settings) as connection:
+    with delaying(mortal_url) as connection:
         declare_queue(connection, "full")
         delays_of(connection).prepare()
-        if known_by == "a worker":
-            assert_a_worker_finds_the_full_queue(connection)
+        wait_until(lambda: named(connection, mortal_rabbitmq))
+    with delaying(mortal_url, landing=["fu*"]) as connection:
+        declare_queue(connection, "full")
+        delays_of(connection).prepare()
+        assert named(connection, mortal_rabbitmq) == []
         with delaying(mortal_url) as later:
             # This process knows neither the policy nor the setting, and binds nothing back.
             declare_queue(later, "full")
@@ -180,21 +180,12 @@ def test_a_queue_that_rejects_by_policy_delays_only_its_own_messages(
         assert_each_once(letters)
 
 
-def assert_a_worker_finds_the_full_queue(connection: Any) -> None:
-    """``delay verify`` names the queue until a worker has put a landing queue in front of it."""
+def named(connection: Any, rabbitmq: PrivateRabbitMQ) -> list[str]:
+    """What ``delay verify`` says of queues that refuse messages."""
     delays = delays_of(connection)
-    api = management_of(connection, delays.settings)
-
-    def named() -> list[str]:
-        return [str(found) for found in verify(delays, api) if found.check == "full queues"]
-
-    reason = "policy 'cap' sets overflow: reject-publish"
-    [problem] = named()
-    assert f"queue 'full' may refuse messages, and {reason}" in problem
-    part = connection.default_channel.worker_part(delays.settings)
-    [told] = part.divert()
-    assert f"queue 'full' may refuse messages ({reason}): its due messages go through" in told
-    assert named() == part.divert() == []
+    settings = replace(delays.settings, management_url=rabbitmq.management_url)
+    found = verify(delays, management_of(connection, settings))
+    return [each.problem for each in found if each.check == "full queues"]
 
 
 @on_one_version

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from celery_native_delay import ManagementUnavailable, NativeDelayError, PublishRefused
+from celery_native_delay import NativeDelayError, PublishRefused
 from celery_native_delay.settings import DelaySettings
 from celery_native_delay.transports.interface import Rescue, Wait
 from celery_native_delay.worker import attendant
@@ -71,22 +71,6 @@ def test_a_refusal_that_repeats_is_not_tried_again(outcomes: Any) -> None:
     part, became = outcomes(a=[PublishRefused("too large")])
     assert part.published == ["a", "b", "c"]
     assert became == {"a": "held", "b": "done", "c": "done"}
-
-
-def test_a_management_api_that_does_not_answer_is_not_asked_at_every_look(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Each request may take seconds, in which no early task goes back."""
-    thread, asked = Attendant(None, DelaySettings()), []
-
-    def divert() -> list[str]:
-        asked.append(1)
-        raise ManagementUnavailable("no answer")
-
-    monkeypatch.setattr(thread, "_part", lambda: SimpleNamespace(divert=divert))
-    for _ in range(3):
-        thread._divert()
-    assert asked == [1]
 
 
 def test_only_the_first_look_and_one_after_a_new_binding_skip_the_pause_of_all_workers(

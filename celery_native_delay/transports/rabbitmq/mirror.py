@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any, NamedTuple, TypeVar
 
 from .address import landing_address, topic_binding_address, topic_matches
@@ -193,7 +193,7 @@ class Mirror:
             yield from marked_landing(self._topology, mirrored.exchange)
             return
         if self.needs_landing(mirrored.queue):
-            yield from diverted(self._topology, mirrored.queue, [binding.routing_key])
+            yield from diverted(self._topology, mirrored.queue, binding.routing_key)
         else:
             yield binding
 
@@ -273,19 +273,18 @@ def landing_declarations(topology: Topology, exchange: str) -> Iterator[Declarat
     yield Binding(topology.delivery_exchange, landing.name, pattern)
 
 
-def diverted(topology: Topology, queue: str, patterns: Iterable[str]) -> Iterator[Change]:
+def diverted(topology: Topology, queue: str, pattern: str) -> Iterator[Change]:
     """Yield the changes that let due messages reach *queue* through a landing queue of its own.
 
-    *patterns* are the binding keys with which *queue* is bound to the delivery exchange.
+    *pattern* is the binding key with which *queue* is bound to the delivery exchange.
     """
     landing, source = topology.queue_landing(queue), topology.delivery_exchange
     yield landing
     yield Exchange(topology.diverted_marker, "fanout")
     yield Binding(source, queue, topology.own_pattern(queue))
-    for pattern in patterns:
-        # In this order no message comes twice. A message between the two changes parks.
-        yield Unbinding(source, queue, pattern)
-        yield Binding(source, landing.name, pattern)
+    # In this order no message comes twice. A message between the two changes parks.
+    yield Unbinding(source, queue, pattern)
+    yield Binding(source, landing.name, pattern)
 
 
 def marked_landing(topology: Topology, exchange: str) -> Iterator[Declaration]:
