@@ -232,7 +232,6 @@ def moving(
     """
     channel, settings = delaying_channel(app, connection)
     part = _part_of(channel, settings, connection.as_uri())
-    queues = [queue.name for queue in app.amqp.queues.values()]
     theirs = replace(settings, store=None, store_tasks=("*",))
     with ExitStack() as stack:
         sources = []
@@ -241,14 +240,14 @@ def moving(
                 found, reason = _stored(name, channel, settings, vhost)
                 if not found and is_redis_url(name):  # a Redis may also be another broker
                     other = stack.enter_context(_other_part(name, theirs, connection))
-                    found = other.sources(None, queues)
+                    found = other.sources(None)
                 if reason and not any(source.count() for source in found):
                     raise UnsupportedBroker(reason)
             elif "://" in name:
                 other = stack.enter_context(_other_part(name, theirs, connection))
-                found = other.sources(None, queues)
+                found = other.sources(None)
             else:
-                found = part.sources(name, queues)
+                found = part.sources(name)
             sources += [stack.enter_context(closing(source)) for source in found]
         yield part, sources
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any
@@ -137,11 +137,11 @@ class MovingPart(ABC):
         """Return the app's own waiting messages, for ``delay uninstall``."""
 
     @abstractmethod
-    def sources(self, what: str | None, queues: Iterable[str]) -> list[Source]:
+    def sources(self, what: str | None) -> list[Source]:
         """Return the queues or databases from which ``delay migrate`` takes waiting messages.
 
-        *what* is the value of the option ``--from``, or None if the value is a URL. *queues* are
-        the app's queues. Raises UnsupportedBroker if this broker does not support the value.
+        *what* is the value of the option ``--from``, or None if the value is a URL. Raises
+        UnsupportedBroker if this broker does not support the value.
         """
 
     def key_records(self) -> KeyRecords | None:

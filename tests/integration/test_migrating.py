@@ -354,40 +354,6 @@ def test_a_redis_that_was_the_broker_and_is_now_the_store_gives_its_tasks_away(
         assert [task.id for task in Delay(app).ls()] == ["order-1"]
 
 
-@on_one_version
-def test_delayed_tasks_in_redis_queues_are_reported_and_left(
-    app: Celery, store_redis: PrivateRedis
-) -> None:
-    """Also tasks that a plain worker holds, and tasks in a queue that the app does not name."""
-    with closing(plain_app(store_redis.url)) as plain, plain.connection_for_write() as connection:
-        send(plain, 1, 500, queue="reminders", priority=6)
-        send(plain, 2, 500, queue="reminders")
-        send(plain, 3, -5, queue="reminders")
-        send(plain, 5, 500, queue="elsewhere")
-        channel = connection.default_channel
-        (orders,) = (each for each in queues() if each.name == "orders")
-        orders(channel).declare()
-        send(plain, 4, 500)
-        held = channel.basic_get("orders")
-        done = command(app, "migrate", "--from", store_redis.url, "--dry-run")
-        assert re.findall(r"^(\w+) +(\d)$", done.stdout, re.M) == [
-            ("elsewhere", "1"),
-            ("reminders", "2"),
-            ("unacked", "1"),
-        ]
-        told = migrated(app, store_redis.url, status=1)
-        assert told["moved"] == 0
-        why = {each["source"]: each["refused"] for each in told["sources"] if each["refused"]}
-        assert {name: [*counts.values()] for name, counts in why.items()} == {
-            "elsewhere": [1],
-            "reminders": [2],
-            "unacked": [1],
-        }
-        assert "let an installed worker consume its queue" in str(why["reminders"])
-        assert in_levels(app) == []
-        held.ack()
-
-
 def test_an_old_redis_is_read_with_all_transport_options_of_the_app(
     store_redis: PrivateRedis,
 ) -> None:

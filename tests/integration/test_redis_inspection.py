@@ -151,10 +151,7 @@ def test_purge_asks_first(shop: Project, connection: Any, empty_redis: PrivateRe
     assert (census.waiting, census.parked) == (0, 1)
 
 
-def test_a_lost_message_does_not_stop_migrate(
-    connection: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(moving, "_CHUNK", 2)
+def test_a_lost_message_does_not_stop_migrate(connection: Any) -> None:
     for number in range(6):
         publish(connection, number, "jobs", delay=60 + number)
     store = store_of(connection)

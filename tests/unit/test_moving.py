@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -72,7 +72,7 @@ class Other:
 
     def prepare(self, queues: Sequence[Any]) -> None: ...
 
-    def sources(self, what: str | None, queues: Iterable[str]) -> list[Source]:
+    def sources(self, what: str | None) -> list[Source]:
         return []
 
     def key_records(self) -> KeyRecords | None:

@@ -6,7 +6,7 @@ delivery count of all prefetched messages, and RabbitMQ 4 drops messages with a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from time import monotonic
@@ -174,7 +174,7 @@ class RabbitMQMovingPart(MovingPart):
     def own_sources(self) -> list[Source]:
         return [LevelsSource(self._delays, self._topology)]
 
-    def sources(self, what: str | None, queues: Iterable[str]) -> list[Source]:
+    def sources(self, what: str | None) -> list[Source]:
         kind, _, name = (what or "").partition(":")
         match kind:
             case "":

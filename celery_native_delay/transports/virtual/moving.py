@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from base64 import b64decode
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from time import time_ns
@@ -46,7 +46,7 @@ class VirtualMovingPart(moving.MovingPart):
             self._channel.store.prepare()
         super().prepare(queues)
 
-    def sources(self, what: str | None, queues: Iterable[str]) -> list[Source]:
+    def sources(self, what: str | None) -> list[Source]:
         """Return this broker's waiting messages, if ``delay migrate --from`` is the broker's URL.
 
         Then *what* is None. If ``--from`` is a name, such as ``broker``, *what* is the name. For
