@@ -10,7 +10,6 @@ from celery_native_delay.transports.sqs.hops import (
     HOP_SECONDS,
     Reception,
     remainders,
-    retry_seconds,
 )
 
 delays_ms = st.integers(0, 10 * 365 * 86_400_000)
@@ -88,11 +87,6 @@ def test_a_repeated_send_takes_the_same_way_as_the_first(
         count, now_ms = 2, first_ms + again_after_seconds * 1000
     reception = Reception(0, first_ms, count, now_ms)
     assert reception.is_last_hop(1_801_000) == home
-
-
-def test_the_pause_of_a_message_that_cannot_be_sent_on_doubles() -> None:
-    assert [retry_seconds(count) for count in (1, 2, 3, 9)] == [2, 4, 8, 512]
-    assert retry_seconds(10_000) == 900
 
 
 def test_a_year_takes_35040_waits_the_last_in_the_destination_queue() -> None:

@@ -22,7 +22,6 @@ from celery_native_delay.transports.sqs.entry import (
     opened,
 )
 from celery_native_delay.transports.sqs.queues import (
-    advice,
     attributes_of,
     can_delay,
     delay_queue_of,
@@ -114,9 +113,6 @@ def test_a_delay_queue_that_we_create_passes_our_checks() -> None:
     assert good()["DelaySeconds"] == "900"
     assert good()["MessageRetentionPeriod"] == str(14 * 86400)
     assert mismatches("jobs-delay.fifo", good()) == []
-    assert advice("jobs-delay.fifo", good()) == []
-    (better,) = advice("jobs-delay.fifo", good(FifoThroughputLimit="perQueue"))
-    assert "takes 300 requests a second" in better.problem
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,7 @@ import logging
 from typing import Any
 
 from kombu.transport import redis
-from redis.exceptions import RedisError
 
-from ...errors import SettingsError, UnsupportedBroker
 from ...rates.in_records import RecordedLines
 from ...records.interface import Records
 from ...records.publishing import RecordedPublish
@@ -168,12 +166,6 @@ class Transport(DelayingTransport, redis.Transport):  # type: ignore[misc]
 
     delaying_channel = Channel
 
-    def establish_connection(self) -> Any:
-        established = super().establish_connection()
-        if self.delaying:
-            _log_refusal_once(self._avail_channels[-1].delays, self.client.as_uri())
-        return established
-
     def waits_in(self, settings: DelaySettings) -> str:
         """Return the name of the Redis key in which delayed messages wait."""
         prefix = (self.client.transport_options or {}).get("global_keyprefix") or ""
@@ -183,23 +175,6 @@ class Transport(DelayingTransport, redis.Transport):  # type: ignore[misc]
         from .outbox import RedisOutbox
 
         return RedisOutbox(self.client, window)
-
-
-#: URLs of Redis servers that this process has looked at.
-_looked_at: set[str] = set()
-
-
-def _log_refusal_once(delays: RedisDelays, where: str) -> None:
-    """Log an error once per server if Redis cannot store delayed messages."""
-    if where in _looked_at:
-        return
-    _looked_at.add(where)
-    try:
-        delays.prepare()
-    except UnsupportedBroker as exc:
-        logger.critical("native delay: delayed tasks are refused, immediate tasks run: %s", exc)
-    except (SettingsError, RedisError):
-        return  # a delayed publish raises the first, and kombu the second
 
 
 class SentinelTransport(Transport, redis.SentinelTransport):  # type: ignore[misc]

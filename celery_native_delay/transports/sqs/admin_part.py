@@ -6,12 +6,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ...errors import NativeDelayError
-from ...finding import UNCHECKED, WRONG, Finding
+from ...finding import WRONG, Finding
 from ...texts import table
 from ..interface import AdminPart, Backlog, Told
 from .queues import (
     administered,
-    advice,
     can_delay,
     delay_queue_of,
     mismatches,
@@ -63,23 +62,6 @@ class SqsAdminPart(AdminPart):
                 found.append(Finding.of_sentence("delay queues", WRONG, f"{name}: {why}"))
                 continue
             found += mismatches(name, attributes)
-            found += advice(name, attributes)
-        return found
-
-    def examine(self) -> list[Finding]:
-        counted = self.status()
-        found = list(counted.found)
-        silent = [
-            each["delay_queue"]
-            for each in counted.facts["queues"]
-            if each["on_the_way"] is not None and not each["overdue"]
-        ]
-        if silent:
-            problem = (
-                f"whether anything relays from {', '.join(silent)}: SQS tells it only of messages "
-                f"that have done their wait, and none lies there"
-            )
-            found.append(Finding("relaying", UNCHECKED, problem, f"make sure of it: {_RELAY}"))
         return found
 
     def status(self) -> Told:

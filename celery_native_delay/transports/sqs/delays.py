@@ -24,7 +24,6 @@ from .queues import (
     is_gone,
     mismatches,
     most_bytes_of,
-    overdue_in,
     why_not_made,
 )
 
@@ -170,16 +169,6 @@ class SqsDelays(VirtualDelays):
         found = mismatches(name, attributes)
         if found:
             raise TopologyMismatch("; ".join(map(str, found)))
-        overdue = overdue_in(attributes)
-        if overdue:
-            logger.warning(
-                "native delay: %s: about %d message(s) have done their wait and no relay receives "
-                "them: start an installed worker for %r or `celery -A PROJ delay relay`. "
-                "SQS keeps them for 14 days",
-                name,
-                overdue,
-                queue,
-            )
         return KnownDelayQueue(monotonic(), url, self._most_bytes(queue))
 
     def _most_bytes(self, queue: str) -> int:

@@ -67,8 +67,3 @@ class Reception:
     def _received_ms(self) -> int:
         first_ms = self.first_received_ms
         return first_ms if self.receive_count <= 1 else max(first_ms, self.now_ms)
-
-
-def retry_seconds(receive_count: int) -> int:
-    """Return the seconds until a worker retries a failed message: 2, then doubled, up to 900."""
-    return min(1 << min(receive_count, 20), 900)

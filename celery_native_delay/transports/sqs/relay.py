@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from threading import Event, Lock, Thread
 from time import monotonic
@@ -29,7 +28,7 @@ from kombu.exceptions import KombuError
 from ...backoff import Backoff
 from ...errors import NativeDelayError
 from .entry import SqsEntry, in_requests, opened
-from .hops import BATCH, Reception, retry_seconds, seconds_up
+from .hops import BATCH, Reception, seconds_up
 from .queues import Queues, dated_ms, delay_queue_of, is_gone
 
 logger = logging.getLogger(__name__)
@@ -37,8 +36,8 @@ logger = logging.getLogger(__name__)
 #: How many seconds SQS waits for messages before SQS answers that there are none.
 LONG_POLL_SECONDS = 20
 
-#: The visibility timeout: after so many seconds another relay receives a message that this relay
-#: did not delete. This is shorter than the five minutes in which SQS recognises a repeated send.
+#: The visibility timeout: after so many seconds a relay receives a message again that was not sent
+#: on or not deleted. This is shorter than the five minutes in which SQS recognises a repeated send.
 VISIBILITY_SECONDS = 30
 
 #: Seconds between attempts after a failure: the first pause, and the longest.
@@ -67,10 +66,6 @@ class _Received:
         """Return the remaining milliseconds of the message's delay."""
         waited_ms = int((monotonic() - self.at) * 1000)
         return self.reception.left_ms(self.entry.left_ms) - waited_ms
-
-    @property
-    def retry_seconds(self) -> int:
-        return retry_seconds(self.reception.receive_count)
 
 
 class SqsRelay:
@@ -189,28 +184,22 @@ class QueueRelay:
             self._delete(sent_before)
         # The order matters. SQS recognises a repeated send to the delay queue only while the first
         # message is there, and that may be one of the messages that go to the destination.
-        try:
-            self._relay.count(relayed=self._send_all(self._source, onward, self._to_delay_queue))
-        except BaseException:
-            self._let_rest([(each.receipt, 0) for each in home])
-            raise
+        self._relay.count(relayed=self._send_all(self._source, onward, self._to_delay_queue))
         self._relay.count(promoted=self._send_all(self._destination, home, self._to_destination))
 
     def _read(self, messages: Sequence[dict[str, Any]], *, now_ms: int) -> Iterator[_Received]:
         at = monotonic()
         for message in messages:
             told = message["Attributes"]
-            count = int(told["ApproximateReceiveCount"])
             try:
                 entry = opened(message["Body"])
             except ValueError as exc:
                 logger.error("native delay: %s: unknown message left alone: %s", self._source, exc)
-                self._let_rest([(message["ReceiptHandle"], retry_seconds(count))])
                 continue
             reception = Reception(
                 int(told["SentTimestamp"]),
                 int(told["ApproximateFirstReceiveTimestamp"]),
-                count,
+                int(told["ApproximateReceiveCount"]),
                 now_ms,
             )
             yield _Received(entry, reception, at, message["MessageId"], message["ReceiptHandle"])
@@ -231,19 +220,12 @@ class QueueRelay:
     ) -> int:
         """Move messages to *queue*; return the number of messages that SQS accepted."""
         taken = 0
-        batches = list(in_requests(received, lambda each: each.entry.size_bytes))
-        for number, batch in enumerate(batches):
-            try:
-                refused = self._queues.send_many(
-                    queue,
-                    [arguments(each) for each in batch],
-                    url=lambda: self._declared_url(queue),
-                )
-            except BaseException:
-                # Another relay may be able to reach SQS.
-                unsent = [each for batch in batches[number:] for each in batch]
-                self._let_rest([(each.receipt, 0) for each in unsent])
-                raise
+        for batch in in_requests(received, lambda each: each.entry.size_bytes):
+            refused = self._queues.send_many(
+                queue,
+                [arguments(each) for each in batch],
+                url=lambda: self._declared_url(queue),
+            )
             self._delete([each for at, each in enumerate(batch) if at not in refused])
             taken += len(batch) - len(refused)
             if refused:
@@ -255,8 +237,6 @@ class QueueRelay:
                     len(batch),
                     next(iter(refused.values())).reason,
                 )
-                failed = [batch[at] for at in refused]
-                self._let_rest([(each.receipt, each.retry_seconds) for each in failed])
         return taken
 
     def _delete(self, sent: Sequence[_Received]) -> None:
@@ -281,19 +261,6 @@ class QueueRelay:
                 self._source,
                 len(failed),
                 failed[0].get("Message"),
-            )
-
-    def _let_rest(self, receipts: Sequence[tuple[str, int]]) -> None:
-        """Set visibility timeouts; *receipts* are pairs of a receipt handle and seconds."""
-        if not receipts:
-            return
-        entries = [
-            {"Id": str(at), "ReceiptHandle": receipt, "VisibilityTimeout": seconds}
-            for at, (receipt, seconds) in enumerate(receipts)
-        ]
-        with suppress(ClientError, BotoCoreError, OSError):
-            self._client().change_message_visibility_batch(
-                QueueUrl=self._declared_url(self._source), Entries=entries
             )
 
     def _declared_url(self, queue: str) -> str:
