@@ -217,34 +217,6 @@ def test_namespaces_share_nothing(store: Store, url: str) -> None:
 
 
 @pytest.mark.parametrize("url", ["sqlite", in_ci("postgresql"), in_ci("mariadb")], indirect=True)
-def test_two_prefixes_in_one_database_share_nothing(store: Store, url: str) -> None:
-    """The tables of each have other names; the namespace may be the same."""
-    with ExitStack() as stack:
-        first, second = (
-            stack.enter_context(closing(opened(prefixed(url, prefix), store.namespace)))
-            for prefix in ("native_delay_task_", "a" * 50)
-        )
-        for each in (first, second):
-            each.prepare()
-            each.is_ready = False  # type: ignore[attr-defined]  # it looks for its tables
-            add(each, 1, wait_us=-1)
-            add(each, 2)
-            put(each, '{"id": "order-2"}')
-        assert (listed(store), listed(first)) == ([], ["order-1", "order-2"])
-        assert (dispatched(first), dispatched(first), dispatched(second)) == (
-            ["order-1"],
-            [],
-            ["order-1"],
-        )
-        assert tasks(first).cancel(["order-2"])[0]
-        assert tasks(second).move(["order-2"], lambda task: now_us() + 2 * HOUR_US)[0]
-        assert (first.census().waiting, second.census().waiting) == (0, 1)
-        assert len(second.state.read(NAME).messages) == 1
-        assert first.clear() == 2
-        assert (first.state.read(NAME).text, listed(second)) == (None, ["order-2"])
-
-
-@pytest.mark.parametrize("url", ["sqlite", in_ci("postgresql"), in_ci("mariadb")], indirect=True)
 def test_a_prefix_of_another_programs_table_is_refused_and_makes_nothing(url: str) -> None:
     """A shop may have a table ``shop_task``: it is neither read nor called ready."""
     engine = create_engine(url)

@@ -324,21 +324,6 @@ def test_celerys_revoke_cancels_waiting_tasks(app: Celery, delay: Delay) -> None
     ]
 
 
-def test_tasks_sent_in_bulk_are_listed_and_cancelled(app: Celery, delay: Delay) -> None:
-    with bulk(app) as batch:
-        for number in range(30):
-            batch.send("shop.remind", ("ada",), {"order": number}, countdown=3600, queue=JOBS)
-
-    def all_there() -> bool:
-        return delay.count() == 30
-
-    wait_until(all_there)
-    assert delay.count("kwargs:order=29") == 1
-    (task,) = delay.ls("kwargs:order=29").tasks
-    assert delay.cancel(task.id)
-    assert delay.count() == 29
-
-
 def draining_like(app: Celery, url: str, **settings: Any) -> Celery:
     """The same app in its next release, which drains."""
     draining = Celery("shop", broker=url, set_as_current=False)

@@ -14,8 +14,6 @@ from kombu import Connection, Exchange, Queue
 from celery_native_delay import PublishRefused, install
 from celery_native_delay.bulk import bulk
 from celery_native_delay.testing import PrivateRabbitMQ
-from celery_native_delay.transports.rabbitmq.channels import WindowChannel
-from celery_native_delay.transports.rabbitmq.outbox import RabbitOutbox
 from tests.brokers import LARGEST_MESSAGE, on_one_version
 from tests.integration.traffic import SETTINGS, TOPOLOGY, Inbox, delete_levels, inbox
 from tests.traffic import eta_in
@@ -105,36 +103,6 @@ def test_levels_that_are_deleted_under_a_batch_are_declared_again(
             with Connection(vhost_url) as admin:
                 for hop in TOPOLOGY.level_queues:
                     admin.default_channel.queue_delete(hop.queue)
-        for number in range(10):
-            batch.send("shop.remind", (number,), countdown=2)
-    with inbox(vhost_url, "plain") as letters:
-        letters.receive_until(lambda: numbers(letters) >= set(range(10)))
-
-
-@on_one_version
-def test_answers_that_arrive_while_levels_are_declared_again_lose_no_message(
-    vhost_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The broker returns one message before the declaration, and nine during the declaration."""
-    declare_again = RabbitOutbox._declare_again
-
-    def read_one_frame(channel: WindowChannel) -> None:
-        if channel.is_readable(0):
-            channel.read()
-
-    def read_then_declare_again(outbox: RabbitOutbox) -> None:
-        assert outbox._confirming is not None
-        outbox._confirming.read_down_to(0)
-        declare_again(outbox)
-
-    monkeypatch.setattr(WindowChannel, "read_ready", read_one_frame)
-    monkeypatch.setattr(RabbitOutbox, "_declare_again", read_then_declare_again)
-    with bulk(make_app(vhost_url)) as batch:
-        batch.send("shop.remind", (-1,), countdown=5)
-        batch._publisher.outbox.settle(timeout_seconds=PATIENCE_SECONDS)
-        with Connection(vhost_url) as admin:
-            for hop in TOPOLOGY.level_queues:
-                admin.default_channel.queue_delete(hop.queue)
         for number in range(10):
             batch.send("shop.remind", (number,), countdown=2)
     with inbox(vhost_url, "plain") as letters:

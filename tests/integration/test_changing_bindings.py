@@ -114,29 +114,6 @@ def test_a_producer_notices_that_an_exchange_is_deleted(
 
 
 @on_one_version
-def test_the_question_for_an_exchanges_type_never_declares_the_exchange(
-    worker: Any, producer: Any
-) -> None:
-    """Not even if somebody deletes the exchange between two questions."""
-    declare_exchange(worker, "shop", "topic")
-    delays = delays_of(producer)
-    asked = delays.declarer.channel
-    declare = asked.exchange_declare
-
-    def declare_and_delete(exchange: str, *args: Any, **kwargs: Any) -> None:
-        try:
-            declare(exchange, *args, **kwargs)
-        finally:
-            worker.default_channel.exchange_delete("shop")
-
-    asked.exchange_declare = declare_and_delete
-    with pytest.raises(NotFound):
-        publish(producer, "waits", "a", exchange="shop", delay=2)
-    with pytest.raises(NotFound):
-        worker.default_channel.exchange_declare("shop", "topic", passive=True)
-
-
-@on_one_version
 def test_deleting_a_queue_deletes_its_landing_queue(worker: Any, producer: Any) -> None:
     """Messages for the queue are then parked in the parking queue."""
     serve(worker, "full", "shop", "direct", **REJECTS)

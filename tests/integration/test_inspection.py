@@ -23,7 +23,7 @@ from celery_native_delay.transports.rabbitmq.inspection import examine, verify
 from celery_native_delay.transports.rabbitmq.management import ManagementAPI, management_of
 from celery_native_delay.transports.rabbitmq.status import RabbitStatus, status
 from celery_native_delay.transports.rabbitmq.topology import Binding, Exchange, Queue, Topology
-from tests.brokers import in_ci, in_turn, on_one_version
+from tests.brokers import in_turn, on_one_version
 from tests.integration.project import APP, Project
 from tests.integration.traffic import (
     SETTINGS,
@@ -71,14 +71,6 @@ def verified(connection: Any, management_url: str | None) -> Verified:
 
 def counted(connection: Any, management_url: str | None) -> RabbitStatus:
     return status(delays_of(connection), api_of(connection, management_url))
-
-
-@pytest.fixture
-def connection(vhost_url: str) -> Iterator[Any]:
-    """A connection whose delay levels are declared."""
-    with delaying(vhost_url) as connection:
-        delays_of(connection).prepare()
-        yield connection
 
 
 def declared_with(connection: Any, queue: str, **arguments: Any) -> None:
@@ -572,27 +564,6 @@ def test_plan_needs_no_broker(project: Project) -> None:
     assert "5.1" in sentence
     assert "celery beat" in sentence
     assert "expected" in the_error(project.delay("plan", "nan"))
-
-
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        (
-            {"delcare": 9},
-            "unknown setting native_delay_delcare; did you mean native_delay_declare?",
-        ),
-        in_ci({"declare": 0}, "native_delay_declare to be True or False, got 0"),
-    ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
-)
-def test_a_wrong_setting_is_a_one_line_error(
-    project: Project, settings: dict[str, Any], expected: str
-) -> None:
-    """A setting in the app's configuration; `install()` refuses wrong keywords itself."""
-    lines = [f"app.conf.native_delay_{name} = {value!r}" for name, value in settings.items()]
-    project.write("\n".join([APP.replace("**{settings!r}", ""), *lines]), DEAD_URL)
-    for command in (("plan", "1"), ("verify",), ("status", "--json")):
-        assert expected in the_error(project.delay(*command)), command
 
 
 @on_one_version

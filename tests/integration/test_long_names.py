@@ -24,7 +24,6 @@ from tests.integration.traffic import (
     declare_exchange,
     declare_queue,
     delaying,
-    delays_of,
 )
 from tests.traffic import publish
 
@@ -124,22 +123,3 @@ def test_delayed_messages_arrive_at_queues_and_exchanges_of_any_name(
                 admin.default_channel.queue_delete(queue)
                 if exchange:
                     admin.default_channel.exchange_delete(exchange)
-
-
-@on_one_version
-@names
-def test_a_producer_with_write_permission_only_delays_messages(
-    rabbitmq: PrivateRabbitMQ, long_url: str, name: str
-) -> None:
-    """RabbitMQ 4.3 refuses its passive declare, and quotes the user's name."""
-    with delaying(long_url) as consumer:
-        declare_queue(consumer, "orders")
-        declare_exchange(consumer, name, "topic")
-        bind(consumer, "orders", name, "new")
-        letters = Inbox(consumer).consume(["orders"])
-        delays_of(consumer).prepare(consuming=True)
-        vhost = consumer.connection.virtual_host
-        url = rabbitmq.add_user("writer", "secret", configure="^$", read="^$", vhost=vhost)
-        with delaying(url, declare=False) as producer:
-            publish(producer, "later", "new", exchange=name, delay=0.2)
-            assert bodies(letters.wait_for(1)) == ["later"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import datetime
 from time import time
 from typing import Any
@@ -34,14 +33,6 @@ from tests.integration.traffic import (
 )
 from tests.traffic import eta_in, publish
 from tests.waiting import wait_until
-
-
-@pytest.fixture
-def connection(vhost_url: str) -> Iterator[Any]:
-    """A delaying connection whose delay levels are declared."""
-    with delaying(vhost_url) as connection:
-        delays_of(connection).prepare()
-        yield connection
 
 
 def wait_parked(connection: Any, number: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import suppress
 from time import time
 from types import NoneType
@@ -49,14 +48,6 @@ from tests.integration.traffic import (
 )
 from tests.traffic import beside, eta_in, publish
 from tests.waiting import wait_until
-
-
-@pytest.fixture
-def connection(vhost_url: str) -> Iterator[Any]:
-    """A delaying connection whose delay levels are declared."""
-    with delaying(vhost_url) as connection:
-        delays_of(connection).prepare()
-        yield connection
 
 
 def arrives(url: str, queue: str, count: int = 1) -> list[Arrival]:
@@ -363,27 +354,6 @@ def test_a_queue_with_reject_publish_gets_each_message_once(
         came = bodies(letters.wait_for(5))
     assert sorted(came) == ["four", "last", "one", "three", "two"]
     assert came[-1] == "last"
-
-
-@on_one_version
-@pytest.mark.parametrize("delete", ["by hand", "through us"])
-def test_a_queue_declared_again_without_reject_publish_gets_each_message_once(
-    connection: Any, vhost_url: str, delete: str
-) -> None:
-    declare_queue(connection, "small", **{"x-overflow": "reject-publish"})
-    publish(connection, "one", "small", delay=0.1)
-    assert bodies(arrives(vhost_url, "small")) == ["one"]
-    with Connection(vhost_url) as admin:
-        (admin if delete == "by hand" else connection).default_channel.queue_delete("small")
-    with delaying(vhost_url) as other:
-        declare_queue(other, "small")
-        publish(other, "two", "small", delay=0.1)
-        publish(other, "last", "small", delay=1)
-        letters = Inbox(other).consume(["small"])
-        assert bodies(letters.wait_for(2)) == ["two", "last"]
-        assert rescue(delays_of(other)) is not None
-        publish(other, "the end", "small", delay=1)
-        assert bodies(letters.wait_for(3)) == ["two", "last", "the end"]
 
 
 # ---- due times -------------------------------------------------------------------------------
