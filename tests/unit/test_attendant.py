@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
@@ -14,7 +13,6 @@ from celery_native_delay.settings import DelaySettings
 from celery_native_delay.transports.interface import Rescue, Wait
 from celery_native_delay.worker import attendant
 from celery_native_delay.worker.attendant import Attendant, Task
-from celery_native_delay.worker.bootsteps import NativeDelay
 
 
 class Part:
@@ -89,18 +87,3 @@ def test_only_the_first_look_and_one_after_a_new_binding_skip_the_pause_of_all_w
     thread._rescue()
     thread._rescue()
     assert looks == ["now", "in turn", "now", "in turn"]
-
-
-def test_all_threads_of_a_worker_that_stops_end_at_the_same_time() -> None:
-    """A store that hangs may keep each of them for seconds."""
-    step, log = NativeDelay.__new__(NativeDelay), Mock()
-    vars(step).update(
-        dict.fromkeys(("_scheduling", "_holding", "_waker", "_rated", "_telemetry")),
-        _tallying=Mock(),
-        _attendant=log.attendant,
-        _promoter=log.promoter,
-        _promoting=log.promoting,
-    )
-    step.shutdown(None)
-    names = [name for name, _, _ in log.mock_calls]
-    assert names == ["attendant.stop", "promoter.stop", "attendant.join", "promoting.join"]
