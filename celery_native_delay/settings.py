@@ -122,8 +122,8 @@ class DelaySettings:
     name with ``*``, for any characters, means only queues. Default: none."""
     management_url: str | None = None
     """URL of RabbitMQ's management API, ``http://user:password@host:15672``. Only ``doctor``,
-    ``verify``, ``status`` and a worker's check of policies read this API. Default: None, which
-    means the broker's host, user and password, and port 15672."""
+    ``status`` and a worker's check of policies read this API. Default: None, which means the
+    broker's host, user and password, and port 15672."""
 
     store: str | None = None
     """URL of a Redis, such as ``redis://host/1``, or SQLAlchemy URL of a database, such as

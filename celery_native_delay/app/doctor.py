@@ -113,17 +113,13 @@ def _found_on(
     try:
         connection.ensure_connection(max_retries=1, interval_start=0)
         part = admin_part(app, connection)
-        has_store, is_explained = True, False
-        for look in (part.verify, part.examine):
-            try:
-                found = look()
-            except NotPermitted as exc:
-                found = [] if is_explained else [_failed("broker", exc)]
-            except NativeDelayError as exc:
-                found = [_failed("broker", exc)]
-            has_store &= ("store", WRONG) not in [(each.check, each.level) for each in found]
-            is_explained |= any(each.check == "permissions" for each in found)
-            yield from found
+        has_store = True
+        try:
+            for each in part.examine():
+                has_store &= (each.check, each.level) != ("store", WRONG)
+                yield each
+        except NativeDelayError as exc:
+            yield _failed("broker", exc)
         if has_store:
             yield from _of_lines(connection, settings)
             yield from _of_holds(app)

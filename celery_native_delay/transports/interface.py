@@ -248,13 +248,9 @@ class AdminPart(ABC):
     def declare(self, queues: Sequence[Any]) -> Told:
         """Create the queues or tables for delayed messages; *queues* are the app's queues."""
 
-    def verify(self) -> list[Finding]:
-        """Report wrong or missing queues, queue attributes and policies on the broker."""
-        return []
-
-    def examine(self) -> list[Finding]:
-        """Report problems in operation: all findings of :meth:`status`, and wrong clocks."""
-        return list(self.status().found)
+    def examine(self) -> Iterable[Finding]:
+        """Yield all problems: what the broker lacks, findings of :meth:`status`, wrong clocks."""
+        return self.status().found
 
     @abstractmethod
     def status(self) -> Told:

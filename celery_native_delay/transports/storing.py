@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from shlex import quote
@@ -376,19 +377,17 @@ class StoreAdminPart(AdminPart):
         own = self.own.declare(queues)
         return Told({**told.facts, **own.facts}, [*told.sentences, *own.sentences])
 
-    def verify(self) -> list[Finding]:
-        if self._channel.keeps_all_in_store:
-            return self._store.findings()
-        return _unless_away(self.own.verify) or []
-
-    def examine(self) -> list[Finding]:
+    def examine(self) -> Iterator[Finding]:
         found = self._store.findings()
+        yield from found
         if not any(finding.level == WRONG and finding.check == "store" for finding in found):
-            found += self._status().findings()
-        found += stranded(self._store, ADVICE)
-        if not self._channel.keeps_all_in_store:
-            return found + (_unless_away(self.own.examine) or [])
-        return found + self._left_in_broker(self.in_broker() or 0)
+            yield from self._status().findings()
+        yield from stranded(self._store, ADVICE)
+        if self._channel.keeps_all_in_store:
+            yield from self._left_in_broker(self.in_broker() or 0)
+        else:
+            with suppress(OperationalError):  # the store says enough while the broker is away
+                yield from self.own.examine()
 
     def in_broker(self) -> int | None:
         """Return the number of tasks that wait in the broker itself; None while it is away."""

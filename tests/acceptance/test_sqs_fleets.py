@@ -56,7 +56,7 @@ def workers(fleet: Fleet) -> Iterator[dict[str, Worker]]:
     }
     command = [sys.executable, "-m", "celery", "-A", "tests.acceptance.apps.installed", "delay"]
     with subprocess.Popen(
-        [*command, "relay", "-Q", "relayed"],
+        [*command, "promote", "-Q", "relayed"],
         cwd=REPOSITORY,
         env=fleet.environment(),
         stdout=subprocess.PIPE,

@@ -292,7 +292,7 @@ def test_sqs_a_missing_relay_is_found(project: Project, shared_sqs: PrivateSqs) 
     (found,) = wait_until(lambda: of_level(app, WRONG) or None)
     assert found.check == "relaying"
     assert "about 1 message(s) have done their wait" in found.problem
-    assert "delay relay" in found.remedy
+    assert "delay promote" in found.remedy
     assert project.told("doctor", status=1)["findings"][0]["check"] == "relaying"
 
 

@@ -1,4 +1,4 @@
-"""RabbitMQ: ``delay declare | verify | status | parked | plan``."""
+"""RabbitMQ: ``delay declare | doctor | status | parked | plan``."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def declared_with(connection: Any, queue: str, **arguments: Any) -> None:
     apply(connection.default_channel, [Queue(queue, there.arguments | arguments), *bindings])
 
 
-# ---- verify ------------------------------------------------------------------------------------
+# ---- doctor ------------------------------------------------------------------------------------
 
 
 @in_turn("settings", ({},), ({"fused_bits": 15, "levels": 31},), ({"fused_bits": 4, "levels": 9},))
@@ -345,8 +345,8 @@ def shop(project: Project, rabbitmq: PrivateRabbitMQ, vhost_url: str) -> Project
 
 
 @on_one_version
-def test_declare_then_verify(shop: Project, rabbitmq: PrivateRabbitMQ, vhost_url: str) -> None:
-    done = shop.delay("verify")
+def test_declare_then_doctor(shop: Project, rabbitmq: PrivateRabbitMQ, vhost_url: str) -> None:
+    done = shop.delay("doctor")
     assert done.returncode == 1
     assert f"wrong: delay levels: {LEVEL}: queue is missing" in done.stdout.splitlines()
 
@@ -356,9 +356,9 @@ def test_declare_then_verify(shop: Project, rabbitmq: PrivateRabbitMQ, vhost_url
     assert told.keys() == {"name", "declared", "mirrored", "seconds"}
     assert (told["name"], told["declared"], told["mirrored"]) == (TOPOLOGY.name, True, 2)
 
-    done = shop.delay("verify")
-    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, f"{TOPOLOGY.name}: as expected")
-    told = shop.told("verify")
+    done = shop.delay("doctor")
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "healthy")
+    told = shop.told("doctor")
     assert told.keys() == {"healthy", "findings"}
     assert told["healthy"] is True
     assert {finding["level"] for finding in told["findings"]} <= {ADVICE}
@@ -369,7 +369,7 @@ def test_declare_then_verify(shop: Project, rabbitmq: PrivateRabbitMQ, vhost_url
         with inbox(vhost_url, "orders") as letters:
             assert letters.wait_for(1)[0].body == "hello"
         stranger.default_channel.queue_delete(TOPOLOGY.level_queue(128))
-    told = shop.told("verify", status=1)
+    told = shop.told("doctor", status=1)
     assert told["healthy"] is False
     assert told["findings"][0] == {
         "check": "delay levels",
@@ -379,11 +379,11 @@ def test_declare_then_verify(shop: Project, rabbitmq: PrivateRabbitMQ, vhost_url
     }
 
     shop.write(APP, vhost_url, management_url=NOBODY_LISTENS)
-    done = shop.delay("verify")
+    done = shop.delay("doctor")
     assert done.returncode == 1
     assert "not checked: delay levels: levels and policies: " in done.stdout
     assert shop.delay("declare").returncode == 0
-    assert shop.delay("verify").returncode == 0
+    assert shop.delay("doctor").returncode == 0
 
 
 REMEDY_OF_PARKED = (

@@ -155,7 +155,7 @@ def test_a_full_rejecting_queue_delays_only_its_own_messages(
 def test_a_queue_that_rejects_by_policy_delays_only_its_own_messages(
     mortal_rabbitmq: PrivateRabbitMQ, mortal_url: str
 ) -> None:
-    """``delay verify`` names it until it is listed in ``native_delay_landing``."""
+    """``delay doctor`` names it until it is listed in ``native_delay_landing``."""
     vhost = vhost_name(mortal_url)
     full = {"max-length": 1, "overflow": "reject-publish"}
     mortal_rabbitmq.set_policy(vhost, "cap", "^full$", full)
@@ -181,7 +181,7 @@ def test_a_queue_that_rejects_by_policy_delays_only_its_own_messages(
 
 
 def named(connection: Any, rabbitmq: PrivateRabbitMQ) -> list[str]:
-    """What ``delay verify`` says of queues that refuse messages."""
+    """What ``delay doctor`` says of queues that refuse messages."""
     delays = delays_of(connection)
     settings = replace(delays.settings, management_url=rabbitmq.management_url)
     found = verify(delays, management_of(connection, settings))

@@ -250,7 +250,7 @@ def test_a_publish_names_a_level_queue_with_another_ttl(vhost_url: str) -> None:
         declare_queue(admin, wrong, **(level_arguments(wrong) | {"x-message-ttl": 162}))
     connection = delaying(vhost_url)
     declare_queue(connection, "orders")
-    refused(connection, TopologyMismatch, rf"x-message-ttl.*{wrong}.*verify")
+    refused(connection, TopologyMismatch, rf"x-message-ttl.*{wrong}.*doctor")
     refused(connection, TopologyMismatch, wrong)  # and again
 
     with Connection(vhost_url) as admin:

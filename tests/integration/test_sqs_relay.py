@@ -333,7 +333,7 @@ def test_a_queue_with_too_long_a_name_does_not_stop_the_relay_of_others(
         assert (relay.promoted, relay.failed) == (1, 0)
         admin = connection.default_channel.admin_part(None)
         admin.serve([Queue(long), Queue("jobs")])
-        (said,) = admin.verify()
+        said, *_ = admin.examine()
         assert said.problem.startswith(f"{long}-delay.fifo: has 81 characters")
     assert "next attempt" not in caplog.text
 

@@ -1,4 +1,4 @@
-"""Find problems on RabbitMQ for the commands ``delay verify`` and ``delay doctor``."""
+"""Find problems on RabbitMQ for the command ``delay doctor``."""
 
 from __future__ import annotations
 

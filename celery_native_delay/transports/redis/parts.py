@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ...finding import WRONG, Finding
@@ -76,17 +76,13 @@ class RedisAdminPart(AdminPart):
         sentence = f"{self.name}: nothing to declare, {server} can hold delayed messages"
         return Told({"name": self.name, "server": server}, [sentence])
 
-    def verify(self) -> list[Finding]:
+    def examine(self) -> Iterator[Finding]:
         self._delays.prepare()
-        return self._delays.dangers()  # type: ignore[no-any-return]
-
-    def examine(self) -> list[Finding]:
+        yield from self._delays.dangers()
         census, surplus = self._store.census_and_surplus()
-        return [
-            *_compare(self.name, surplus),
-            *Status.of(self.name, census).findings(),
-            *clocks(self._delays.clock_ahead_seconds()),
-        ]
+        yield from _compare(self.name, surplus)
+        yield from Status.of(self.name, census).findings()
+        yield from clocks(self._delays.clock_ahead_seconds())
 
     def status(self) -> Told:
         return Status.of(self.name, self._store.census()).told()

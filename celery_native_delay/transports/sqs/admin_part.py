@@ -22,7 +22,7 @@ from .worker_part import refuse, set_up
 
 _RELAY = (
     "start an installed worker that consumes from there or, where all workers are plain ones, run "
-    "`celery -A PROJ delay relay` beside them"
+    "`celery -A PROJ delay promote` beside them"
 )
 
 _DELAYED = "ApproximateNumberOfMessagesDelayed"
@@ -50,19 +50,18 @@ class SqsAdminPart(AdminPart):
         sentences += [f"{name}: {why_not_made(name)}" for name in lacking]
         return Told({"queues": found, "lacking": lacking}, sentences)
 
-    def verify(self) -> list[Finding]:
+    def examine(self) -> Iterator[Finding]:
         self._delays.check_settings()
-        found: list[Finding] = []
         for queue, name in self._named():
             attributes = self._attributes(queue)
             if attributes is None:
                 why = "missing: run `celery -A PROJ delay declare`, which creates it"
                 if not self._delays.queues.can_make(name):
                     why = why_not_made(name)
-                found.append(Finding.of_sentence("delay queues", WRONG, f"{name}: {why}"))
-                continue
-            found += mismatches(name, attributes)
-        return found
+                yield Finding.of_sentence("delay queues", WRONG, f"{name}: {why}")
+            else:
+                yield from mismatches(name, attributes)
+        yield from self.status().found
 
     def status(self) -> Told:
         """Tell approximate counts, and messages that no relay receives from a delay queue."""
@@ -86,7 +85,7 @@ class SqsAdminPart(AdminPart):
                 WRONG,
                 f"{each['delay_queue']}: about {each['overdue']} message(s) have done their wait "
                 f"and nothing takes them: no installed worker of {each['queue']!r} and no "
-                f"`celery -A PROJ delay relay` is running",
+                f"`celery -A PROJ delay promote` is running",
                 _RELAY,
             )
             for each in queues
@@ -123,7 +122,7 @@ class SqsAdminPart(AdminPart):
             if attributes is not None and (count := waiting_in(attributes)):
                 raise NativeDelayError(
                     f"about {count} message(s) wait in {name}: let a worker or `celery -A PROJ "
-                    f"delay relay` run until `celery -A PROJ delay status` shows none"
+                    f"delay promote` run until `celery -A PROJ delay status` shows none"
                 )
         for queue, name, attributes in found:
             if attributes is not None:

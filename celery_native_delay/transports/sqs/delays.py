@@ -157,7 +157,7 @@ class SqsDelays(VirtualDelays):
         url = self.queues.find(delay_queue_of(queue))
         attributes = None if url is None else self.queues.attributes(delay_queue_of(queue), url)
         if attributes is None:
-            way_out = "start an installed worker or run `celery -A PROJ delay relay`"
+            way_out = "start an installed worker or run `celery -A PROJ delay promote`"
             if not self.queues.can_make(name):
                 way_out = f"it {why_not_made(name)}"
             _say_once(

@@ -1,7 +1,7 @@
 """Move messages out of the SQS delay queues, where SQS delivers a message after 15 minutes.
 
-A worker runs one thread for each of its standard queues. The command ``delay relay`` runs the same
-threads without a worker.
+A worker runs one thread for each of its standard queues. The command ``delay promote`` runs the
+same threads without a worker.
 
 1. The thread receives a message from the delay queue.
 2. If more than 15 minutes of the delay remain, the thread sends the message to the delay queue
