@@ -5,7 +5,6 @@ from . import (  # noqa: F401  each registers its commands
     holds,
     migrate,
     monitoring,
-    plan,
     promote,
     rates,
     runs,

@@ -32,7 +32,6 @@ from ..settings import DelaySettings, is_store_url
 from ..store.entry import StoreEntry
 from ..store.interface import Store
 from ..store.opened import store_of
-from ..urls import without_password
 from .aliases import OPTION, originals
 from .interface import AdminPart, Backlog, Told, Wait, WorkerPart
 from .moving import Source
@@ -169,11 +168,6 @@ class StoreDelayingTransport(DelayingTransport):
     def store_url(self, settings: DelaySettings) -> str | None:
         """Return the URL of the store; None if there is none."""
         return settings.store
-
-    def waits_in(self: Any, settings: DelaySettings) -> str:
-        url = self.store_url(settings)
-        where = "native_delay_store, which is not set" if url is None else without_password(url)
-        return f"{settings.namespace} of {where}"
 
 
 class FolderChannel(StoreDelayingChannel):

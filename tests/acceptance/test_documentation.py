@@ -491,15 +491,6 @@ def test_every_delay_command_in_a_sentence_exists() -> None:
     assert named - set(delay.commands) == {"capacity"}
 
 
-def test_the_plans_shown_are_what_the_command_prints(shop: Path) -> None:
-    consoles = [example.text for example in EXAMPLES if example.language == "console"]
-    plans = [text for text in consoles if re.match(r"\$ celery -A shop delay plan .*\n[^$]", text)]
-    assert len(plans) == 2
-    for text in plans:
-        line, _, said = text.partition("\n")
-        assert output(shop, CELERY, *shlex.split(line)[2:]) == said
-
-
 @lines_of("pip ")
 def test_every_extra_exists(line: str) -> None:
     with (ROOT / "pyproject.toml").open("rb") as file:

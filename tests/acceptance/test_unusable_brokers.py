@@ -167,7 +167,6 @@ def test_the_broker_for_development_says_what_to_install(shop: Shop) -> None:
     ("broker", "command"),
     [
         ("filesystem://", "status"),
-        ("filesystem://", "plan 90"),
         ("filesystem://", "promote"),
         ("memory://", "ls"),
     ],

@@ -1,4 +1,4 @@
-"""RabbitMQ: ``delay declare | doctor | status | parked | plan``."""
+"""RabbitMQ: ``delay declare | doctor | status | parked``."""
 
 from __future__ import annotations
 
@@ -520,7 +520,7 @@ def test_parked_messages_are_listed_requeued_and_purged(shop: Project, vhost_url
         assert parked_count(connection) == 0
 
 
-# ---- plan, and errors --------------------------------------------------------------------------
+# ---- errors ----------------------------------------------------------------------------------
 
 
 DEAD_URL = "amqp://guest:guest@127.0.0.1:9//"
@@ -534,36 +534,6 @@ def the_error(done: subprocess.CompletedProcess[str]) -> str:
     [sentence] = [line for line in done.stderr.splitlines() if line.startswith("Error: ")]
     assert done.stderr.endswith(f"{sentence}\n")
     return sentence.removeprefix("Error: ")
-
-
-def test_plan_needs_no_broker(project: Project) -> None:
-    project.write(APP, DEAD_URL)
-    lines = project.lines("plan", "0.33", "--queue", "eu.orders")
-    assert lines == [
-        "0.33 s waits 0.34 s in 2 hop(s), then goes to 'eu.orders'",
-        "level queue waits",
-        f"{TOPOLOGY.level_queue(16)} 0.32 s",
-        f"{TOPOLOGY.level_queue(1)} 0.02 s",
-        f"published to {TOPOLOGY.entry_exchange(17)}",
-        "routing key 0.0.0.1.0.0.0.1.%.eu.orders",
-    ]
-    told = project.told("plan", "0.33", "--queue", "eu.orders")
-    assert told == {
-        "delay_seconds": 0.33,
-        "waits_seconds": 0.34,
-        "exchange": TOPOLOGY.entry_exchange(17),
-        "routing_key": "0.0.0.1.0.0.0.1.%.eu.orders",
-        "hops": [
-            {"queue": TOPOLOGY.level_queue(16), "ttl_seconds": 0.32},
-            {"queue": TOPOLOGY.level_queue(1), "ttl_seconds": 0.02},
-        ],
-    }
-    assert project.told("plan", "0")["hops"] == []
-    sentence = the_error(project.delay("plan", "6"))
-    assert "6" in sentence
-    assert "5.1" in sentence
-    assert "celery beat" in sentence
-    assert "expected" in the_error(project.delay("plan", "nan"))
 
 
 @on_one_version

@@ -1,4 +1,4 @@
-"""Redis: ``delay declare | doctor | status | parked | purge | plan``."""
+"""Redis: ``delay declare | doctor | status | parked | purge``."""
 
 from __future__ import annotations
 
@@ -158,19 +158,6 @@ def test_a_lost_message_does_not_stop_migrate(connection: Any) -> None:
     source = moving.RedisSource(connection.default_channel)
     assert [source.done() for _ in source.found()] == [True] * 5
     assert store.census().waiting == 1
-
-
-def test_plan_needs_no_levels(shop: Project) -> None:
-    done = shop.delay("plan", "90")
-    assert (
-        done.stdout == "1 min 30 s waits 1 min 30 s in celery_delay.v2.due, then goes to 'celery'\n"
-    )
-    assert shop.told("plan", "0.0015") == {
-        "delay_seconds": 0.0015,
-        "waits_seconds": 0.0015,
-        "key": "celery_delay.v2.due",
-        "hops": [],
-    }
 
 
 def test_missing_permissions_are_a_one_line_error(

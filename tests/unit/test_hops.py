@@ -7,40 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from celery_native_delay.transports.sqs.hops import (
-    HOP_SECONDS,
     Reception,
-    remainders,
 )
 
 delays_ms = st.integers(0, 10 * 365 * 86_400_000)
-
-
-@pytest.mark.parametrize(
-    ("delay_ms", "sends"),
-    [
-        (-5, [0]),
-        (0, [0]),
-        (1, [1]),
-        (1000, [1]),
-        (1001, [2]),
-        (900_000, [900]),
-        (900_001, [901, 1]),
-        (1_800_000, [1800, 900]),
-        (845_000, [845]),  # the examples that NServiceBus publishes
-        (1_925_000, [1925, 1025, 125]),
-    ],
-)
-def test_the_edges_of_a_hop_and_of_a_second(delay_ms: int, sends: list[int]) -> None:
-    assert remainders(delay_ms) == sends
-
-
-@given(delay_ms=st.integers(0, 4 * 86_400_000))
-def test_every_hop_but_the_last_is_whole_and_their_sum_is_the_delay(delay_ms: int) -> None:
-    sends = remainders(delay_ms)
-    waits = [HOP_SECONDS] * (len(sends) - 1) + [sends[-1]]
-    assert 0 <= sum(waits) * 1000 - delay_ms < 1000
-    assert 0 <= sends[-1] <= HOP_SECONDS
-    assert (sends[-1] == 0) == (delay_ms == 0)
 
 
 @given(
@@ -87,8 +57,3 @@ def test_a_repeated_send_takes_the_same_way_as_the_first(
         count, now_ms = 2, first_ms + again_after_seconds * 1000
     reception = Reception(0, first_ms, count, now_ms)
     assert reception.is_last_hop(1_801_000) == home
-
-
-def test_a_year_takes_35040_waits_the_last_in_the_destination_queue() -> None:
-    assert len(remainders(365 * 86_400_000)) == 35_040
-    assert remainders(500) == [1]

@@ -20,7 +20,7 @@ from ..interface import AdminPart, WorkerPart
 from ..moving import MovingPart
 from ..virtual.channel import DelayingChannel, DelayingTransport
 from .delays import RedisDelays
-from .keys import Destination, RedisBrokerKeys
+from .keys import Destination
 
 logger = logging.getLogger(__name__)
 
@@ -165,11 +165,6 @@ class Transport(DelayingTransport, redis.Transport):  # type: ignore[misc]
     """kombu's redis transport; with the option ``native_delay``, delayed messages wait in Redis."""
 
     delaying_channel = Channel
-
-    def waits_in(self, settings: DelaySettings) -> str:
-        """Return the name of the Redis key in which delayed messages wait."""
-        prefix = (self.client.transport_options or {}).get("global_keyprefix") or ""
-        return RedisBrokerKeys(prefix, settings.namespace).due
 
     def own_outbox(self, window: int) -> Any:
         from .outbox import RedisOutbox
