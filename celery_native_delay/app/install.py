@@ -13,7 +13,7 @@ from celery.utils.imports import symbol_by_name
 from kombu import pools
 
 from ..per_process import in_forked_children
-from ..settings import InstallKeywords, check_settings
+from ..settings import DelaySettings, InstallKeywords
 from ..transports.aliases import OPTION, register_transports
 from .installation import PREFIX, Installation, checked_app, installation_of, keep_celerys_own_off
 from .keyed import send_declared
@@ -46,7 +46,7 @@ def install(app: App, **settings: Unpack[InstallKeywords]) -> App:
         UnsupportedBroker: this release of Celery is not supported.
     """
     real = checked_app(app)
-    check_settings(settings)
+    DelaySettings.from_mapping(settings)
     register_transports()
     keep_celerys_own_off(celery.app.base)
     installation = installation_of(real)

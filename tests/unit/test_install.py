@@ -458,18 +458,6 @@ def test_an_unsupported_broker_warns_once_and_works(
         assert not immediate.headers["eta"]
 
 
-def test_a_task_of_protocol_1_has_its_eta_in_a_header_too() -> None:
-    app = install(memory_app("unit-protocol-1"))
-    app.conf.task_protocol = 1
-    app.send_task("t", countdown=60)
-    app.send_task("t")
-    connection = app.connection_for_read()
-    with connection, connection.SimpleQueue("unit-protocol-1") as queue:
-        delayed, immediate = queue.get_nowait(), queue.get_nowait()
-        assert delayed.headers == {"eta": delayed.payload["eta"]}
-        assert "eta" not in immediate.headers
-
-
 @pytest.mark.parametrize(
     ("transport", "urls"),
     [

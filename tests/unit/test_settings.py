@@ -11,7 +11,7 @@ import pytest
 from celery import Celery
 
 from celery_native_delay import Debounce, DelaySettings, SettingsError, Throttle, Unique, install
-from celery_native_delay.settings import _FORMER, InstallKeywords, check_settings, setting_names
+from celery_native_delay.settings import InstallKeywords, setting_names
 
 STORE = (
     "None, the URL of a Redis that starts with redis://, rediss:// or redis+socket://, or is "
@@ -42,7 +42,7 @@ def test_a_store_in_memory_is_refused_without_showing_its_password(url: str) -> 
 
 def test_a_wrong_url_is_refused_without_showing_its_password() -> None:
     with pytest.raises(SettingsError, match=r"got 'sentinel://ada:.*@host/0'") as refused:
-        check_settings({"management_url": "sentinel://ada:secret@host/0"})
+        DelaySettings.from_mapping({"management_url": "sentinel://ada:secret@host/0"})
     assert "secret" not in str(refused.value)
 
 
@@ -72,7 +72,6 @@ def test_the_default_levels_reach_eight_and_a_half_years() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("enabled", False),
         ("enabled", "drain"),
         ("namespace", "shop.eu-west_1"),
         ("store", "redis+socket:///run/redis.sock"),
@@ -89,7 +88,6 @@ def test_the_default_levels_reach_eight_and_a_half_years() -> None:
     ],
 )
 def test_values_that_are_accepted(name: str, value: Any) -> None:
-    check_settings({name: value})
     found = getattr(DelaySettings.from_mapping({name: value}), name)
     assert found == (tuple(value) if isinstance(value, list) else value)
 
@@ -143,14 +141,9 @@ def test_the_error_for_a_bad_value_names_the_expectation_and_the_value(
     is_list = name == "landing" and isinstance(value, list)
     shown = tuple(value) if is_list else value
     text = f"expected native_delay_{name} to be {expected}, got {shown!r}"
-    for refuse in (
-        check_settings,
-        DelaySettings.from_mapping,
-        lambda given: DelaySettings(**given),
-    ):
-        with pytest.raises(SettingsError) as refused:
-            refuse({name: value})
-        assert str(refused.value) == text
+    with pytest.raises(SettingsError) as refused:
+        DelaySettings.from_mapping({name: value})
+    assert str(refused.value) == text
 
 
 def test_the_error_for_an_unknown_name_suggests_the_nearest_or_lists_all() -> None:
@@ -164,13 +157,6 @@ def test_the_error_for_an_unknown_name_suggests_the_nearest_or_lists_all() -> No
         DelaySettings.from_mapping({"zzz": 3})
     for name in setting_names():
         assert f"native_delay_{name}" in str(refused.value)
-
-
-@pytest.mark.parametrize("former", _FORMER)
-def test_the_error_for_a_former_setting_names_the_new_way(former: str) -> None:
-    with pytest.raises(SettingsError) as refused:
-        DelaySettings.from_mapping({former: 3})
-    assert str(refused.value) == f"there is no setting native_delay_{former}: {_FORMER[former]}"
 
 
 def test_there_are_at_most_15_settings() -> None:
