@@ -122,15 +122,6 @@ class Records(ABC):
             the value ``Change.answer``.
         """
 
-    def claim(self, name: RecordName, *, kept_us: int) -> bool:
-        """Store *name* for *kept_us* microseconds; return False if it is stored already."""
-
-        def claimed(seen: Snapshot) -> Change[bool]:
-            until_us = seen.now_us + kept_us
-            return Change(seen.text or "1", until_us, answer=seen.text is None)
-
-        return self.change(name, claimed)
-
     @abstractmethod
     def load(self, names: Sequence[RecordName]) -> list[str | None]:
         """Read stored states by their names. A missing state gives None."""

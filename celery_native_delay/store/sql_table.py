@@ -1,4 +1,4 @@
-"""The table of the waiting tasks in a database."""
+"""The tables of a store in a database: its waiting tasks, and the state about them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,24 @@ from sqlalchemy import (
     Table,
     Text,
 )
+from sqlalchemy.dialects.mysql import LONGTEXT
 
-from ..records.database import table_name
-from ..records.sql import LONG_TEXT, RECORDS, TABLE_OPTIONS
 from ..texts import digest_of, storable
 
 METADATA = MetaData()
+
+_LONG_TEXT = Text().with_variant(LONGTEXT(), "mysql", "mariadb")  # MySQL's TEXT ends at 64 kB
+
+#: Options of our tables. By default, MySQL takes "Shop", "shop" and "shop " for the same name.
+_OPTIONS: dict[str, Any] = {
+    f"{dialect}_{option}": value
+    for dialect in ("mysql", "mariadb")
+    for option, value in {
+        "engine": "InnoDB",
+        "charset": "utf8mb4",
+        "collate": "utf8mb4_bin",
+    }.items()
+}
 
 #: The states of a row. The numbers are in the table. A cancelled row is published at once, so that
 #: a worker announces the task as revoked; it is not listed any more.
@@ -46,25 +58,32 @@ TASKS = Table(
     Column("taken_by", String(32)),
     Column("refusals", SmallInteger, nullable=False),
     Column("reason", Text),
-    Column("entry", LONG_TEXT, nullable=False),
+    Column("entry", _LONG_TEXT, nullable=False),
     # With the id, by which tasks of the same time are listed.
     Index("native_delay_task_next", "namespace", "state", "next_us", "id"),
     Index("native_delay_task_id", "namespace", "task_id"),
     Index("native_delay_task_name", "namespace", "digest", unique=True),
-    **TABLE_OPTIONS,
+    **_OPTIONS,
+)
+
+#: Never change the columns: changed columns need a table with another name. Each stored state, in
+#: the column *text*, has its own version.
+RECORDS = Table(
+    "native_delay_record",
+    METADATA,
+    Column("owner", String(64), primary_key=True),
+    Column("kind", String(16), primary_key=True),
+    # A digest of the name, which may be too long for an index of MySQL.
+    Column("digest", String(32), primary_key=True),
+    Column("name", Text, nullable=False),
+    Column("text", _LONG_TEXT, nullable=False),
+    # The record is valid until then, in microseconds since the epoch.
+    Column("kept_us", BigInteger, nullable=False),
+    Index("native_delay_record_kept", "owner", "kind", "kept_us"),
+    **_OPTIONS,
 )
 
 LISTED = TASKS.c.state.in_((WAITING, PARKED))
-
-
-def schema(prefix: str) -> MetaData:
-    """Return all tables of a store, whose names and indexes begin with *prefix*."""
-    found = MetaData()
-    for table in (TASKS, RECORDS):
-        named: Any = table.to_metadata(found, name=table_name(prefix, table.name))
-        for index in named.indexes:
-            index.name = table_name(prefix, index.name)
-    return found
 
 
 def short_id(task_id: str) -> str:

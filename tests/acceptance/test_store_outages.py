@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from celery_native_delay import Debounce, Delay, StoreUnavailable, install
-from celery_native_delay.records import database
 from celery_native_delay.records.interface import Change, RecordName
 from celery_native_delay.records.waiting import RUN
+from celery_native_delay.store import database
 from celery_native_delay.store.interface import Store
 from celery_native_delay.store.opened import store_at
 from celery_native_delay.testing import PrivateRedis, private_redis

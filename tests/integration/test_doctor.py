@@ -19,7 +19,7 @@ from celery import Celery
 from celery_native_delay import install, redis_server, register_transports
 from celery_native_delay.app.doctor import examine
 from celery_native_delay.finding import ADVICE, UNCHECKED, WRONG, Finding
-from celery_native_delay.records import database
+from celery_native_delay.store import database
 from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis, private_redis
 from celery_native_delay.transports.redis.keys import RedisBrokerKeys
 from example_project.private_sqs import PrivateSqs

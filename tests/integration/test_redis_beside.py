@@ -30,7 +30,7 @@ from celery_native_delay.testing.redis import ServerName
 from pytest_celery_native_delay import installed
 from tests.brokers import in_ci, self_signed_certificate
 from tests.conformance.brokers import options_of, running_broker, settings_of
-from tests.conformance.test_stores import HOUR_US, NAME, Broker, add, dispatched, listed, tasks
+from tests.conformance.test_stores import HOUR_US, Broker, add, dispatched, listed, tasks
 from tests.conformance.traffic import SETTINGS, attended, delaying
 from tests.hanging import hung
 from tests.proxy import Proxy, connected
@@ -187,7 +187,6 @@ def test_a_full_redis_takes_no_task_and_lets_waiting_ones_go(server: ServerName)
             add(store, 5)
         assert any("maxmemory" in each.problem for each in store.findings())
         assert store.leads("a")
-        assert store.state.claim(NAME, kept_us=HOUR_US)
         assert tasks(store).cancel(["order-3"])[0]
         broker = Broker()
         broker.refuses.add("order-2")
