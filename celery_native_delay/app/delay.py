@@ -402,8 +402,6 @@ class Delay(HoldCalls, KeyedCalls):
         *,
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
-        priority: int | None = None,
-        queue: str | None = None,
         expires: float | datetime | None = None,
     ) -> Outcome:
         """Change a waiting task itself. Arguments that are None stay as they are.
@@ -415,17 +413,13 @@ class Delay(HoldCalls, KeyedCalls):
             task_id: as in :meth:`cancel`.
             args: all positional arguments.
             kwargs: all keyword arguments.
-            priority: the priority, from 0 to 255.
-            queue: the name of the queue, as in ``apply_async``.
             expires: seconds from now, or a time (UTC if it has no time zone).
 
         Raises:
             CannotDelay: the task cannot be changed so, for example because its arguments cannot be
                 encoded. The task stays as it was.
         """
-        edit = edit_of(
-            self._app, args=args, kwargs=kwargs, priority=priority, queue=queue, expires=expires
-        )
+        edit = edit_of(self._app, args, kwargs, expires)
         return self._move([_id_of(task_id)], lambda task: task.due_us, edit)[0]
 
     def run_now(self, task_id: TaskId) -> Outcome:
@@ -539,7 +533,7 @@ class Delay(HoldCalls, KeyedCalls):
         # After a failure, workers set the results: a call to a failing backend may take minutes.
         for task in outcome.tasks:
             if self._sets_results and task.name and task.keeps_result:
-                self._sets_results = revoke_result(self._app, task.id, task.name, reason="revoked")
+                self._sets_results = revoke_result(self._app, task.id, task.name)
 
 
 def listed(delay: Delay, query: Query, offset: int, limit: int) -> tuple[WaitingPage, bool]:

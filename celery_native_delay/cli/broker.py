@@ -44,8 +44,8 @@ def declare(ctx: click.Context, as_json: bool) -> None:
 def doctor(ctx: click.Context, as_json: bool) -> None:
     """Check that delays work, and print a remedy for each problem.
 
-    It checks queues and policies of the broker, native_delay_store, workers, clocks, rate limits,
-    schedules and telemetry, and finds overdue, parked and stuck messages: see `delay status`.
+    It checks queues and policies of the broker, native_delay_store, workers, clocks, rate limits
+    and schedules, and finds overdue, parked and stuck messages: see `delay status`.
 
     Each finding has a level: "wrong", "not checked" or "advice". The exit status is 1 if a finding
     has the level "wrong".

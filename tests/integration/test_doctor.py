@@ -123,14 +123,13 @@ def test_a_draining_app_is_reminded_of_its_rollback(empty_redis: PrivateRedis) -
 
 @redis_only
 def test_an_unreachable_broker_is_a_finding(project: Project, own_redis: PrivateRedis) -> None:
-    project.write(APP, own_redis.url, telemetry="/proc/nowhere")
+    project.write(APP, own_redis.url)
     own_redis.stop()
     told = project.told("doctor", status=1)
-    broker, telemetry = told["findings"]
+    (broker,) = told["findings"]
     assert broker["check"] == "broker"
     assert f"127.0.0.1:{own_redis.port}" in broker["problem"]
     assert "broker_url" in broker["remedy"]
-    assert telemetry["check"] == "telemetry"
 
 
 # ---- producers ---------------------------------------------------------------------------------
@@ -392,7 +391,7 @@ def test_a_clock_that_is_an_hour_slow_is_found(
     assert re.search(r"clock is (59 min|1 h) .*ahead of this machine's", found.problem)
 
 
-# ---- the store and telemetry -------------------------------------------------------------------
+# ---- the store ---------------------------------------------------------------------------------
 
 
 @pytest.mark.ci
@@ -416,22 +415,6 @@ def test_problems_of_a_store_in_redis_are_found(vhost_url: str, own_redis: Priva
     assert "mistyped" not in str(the_wrong(mistyped, "store"))
     own_redis.stop()
     assert "does not answer" in the_wrong(app, "store").problem
-
-
-@redis_only
-def test_a_telemetry_folder_without_write_permission_is_found(
-    empty_redis: PrivateRedis, tmp_path: Path
-) -> None:
-    empty_redis.client.set(RedisBrokerKeys("", "celery_delay").promoting, "", ex=600)
-    folder = tmp_path / "telemetry"
-    app = app_on(empty_redis.url, telemetry=str(folder))
-    assert "on this machine: " in the_wrong(app, "telemetry").problem
-    folder.mkdir()
-    assert examine(app) == []
-    assert list(folder.iterdir()) == []
-    # Not even root may write there.
-    app = app_on(empty_redis.url, telemetry="/proc/self")
-    assert "on this machine: " in the_wrong(app, "telemetry").problem
 
 
 # ---- apps without install() --------------------------------------------------------------------
