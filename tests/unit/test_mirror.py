@@ -1,10 +1,14 @@
-"""Mirroring the user's bindings on the delivery exchange or behind a landing queue."""
+"""Copies of the user's bindings and landing queues, as queues are declared and as a plan."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import kombu
 import pytest
 
 from celery_native_delay import DelaySettings
+from celery_native_delay.transports.rabbitmq.blueprint import blueprint
 from celery_native_delay.transports.rabbitmq.mirror import (
     Mirror,
     Mirrored,
@@ -161,3 +165,47 @@ def test_reaches_tells_if_a_known_binding_matches_a_message(
     assert not mirror.reaches("other", routing_key)
     mirror.queue_unbound("q", "jobs", bound)
     assert not mirror.reaches("jobs", routing_key)
+
+
+# ---- the plan of an app's queues -----------------------------------------------------------------
+
+
+def beside_the_levels(*queues: kombu.Queue, **changes: Any) -> tuple[set[str], set[str]]:
+    """Return what the plan declares beside the delay queues, and the queues that it binds."""
+    topology = Topology(DelaySettings(levels=2, **changes))
+    plan = [each for each in blueprint(topology, queues) if each not in list(topology.plan())]
+    bound = {each.destination for each in plan if isinstance(each, Binding)}
+    return {each.name for each in plan if not isinstance(each, Binding)}, bound
+
+
+def test_only_lasting_queues_are_bound() -> None:
+    exchange = kombu.Exchange("shop", type="topic")
+    _, bound = beside_the_levels(
+        kombu.Queue("lasting", exchange, routing_key="#"),
+        kombu.Queue("passing", exchange, routing_key="#", auto_delete=True),
+        kombu.Queue("mine", exchange, routing_key="#", exclusive=True),
+        kombu.Queue("forgotten", kombu.Exchange("lost", durable=False), durable=False),
+    )
+    assert bound == {"lasting"}
+
+
+def test_a_listed_exchange_gets_a_landing_queue_and_its_marker() -> None:
+    names, _ = beside_the_levels(landing=("theirs",))
+    assert names == {TOPOLOGY.landing_queue("theirs"), TOPOLOGY.landing_marker("theirs")}
+
+
+def test_an_exchange_whose_bindings_cannot_be_copied_gets_a_landing_queue() -> None:
+    names, _ = beside_the_levels(kombu.Queue("news", kombu.Exchange("news", type="fanout")))
+    assert TOPOLOGY.landing_queue("news") in names
+
+
+def test_a_listed_queue_gets_a_landing_queue_of_its_own_only() -> None:
+    """A name is taken for an exchange's if no queue of the app has it, or an exchange does."""
+    full = kombu.Queue("imports", kombu.Exchange("shop"), routing_key="imports")
+    landing = TOPOLOGY.landing_queue("imports")
+    names, bound = beside_the_levels(full, landing=("imports",))
+    assert TOPOLOGY.queue_landing_queue("imports") in names & bound
+    assert landing not in names
+    also = kombu.Queue("other", kombu.Exchange("imports"), routing_key="other")
+    assert landing in beside_the_levels(full, also, landing=("imports",))[0]
+    assert landing not in beside_the_levels(full, also, landing=("imports*",))[0]

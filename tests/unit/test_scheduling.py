@@ -32,7 +32,7 @@ CONFORMANCE = "tests/conformance/test_conformance.py"
             "tasks on Redis",
         ),
         (f"{INTEGRATION}/test_sqs_relay.py::test_it[1]", "SQS: relay"),
-        ("tests/unit/test_sqs_entry.py::test_it", "tests/unit/test_sqs_entry.py::test_it"),
+        ("tests/unit/test_sqs.py::test_it", "tests/unit/test_sqs.py::test_it"),
         ("tests/spark/test_fan_out.py::test_it[queue]", "Spark"),
     ],
 )
