@@ -10,7 +10,7 @@ import pytest
 from celery import Celery, signals
 from celery.app import base
 
-from celery_native_delay import Delay, KeyedResult, UnsupportedBroker, install
+from celery_native_delay import Delay, KeyedResult, install
 from celery_native_delay.now import utc_now
 from celery_native_delay.schedules.state import HEADER as OCCURRENCE
 from celery_native_delay.settings import DelaySettings
@@ -105,8 +105,3 @@ def test_a_draining_worker_holds_new_tasks_and_puts_back_those_that_already_wait
     early, *_ = gates(settings, revoked=Revoked())
     assert early(arrival(eta=IN_A_MINUTE)) is None
     assert isinstance(early(arrival(WAITED, eta=IN_A_MINUTE)), WaitUntil)
-
-
-def test_the_error_of_an_app_that_is_off_names_the_way_to_its_waiting_tasks() -> None:
-    with pytest.raises(UnsupportedBroker, match='set native_delay_enabled = "drain"'):
-        Delay(app_with(False)).count()

@@ -71,11 +71,6 @@ def test_microseconds_are_exact_in_every_time_zone(moment: datetime, more_us: in
     assert in_utc - moment == timedelta(0)
 
 
-@given(naive=st.datetimes())
-def test_a_naive_eta_is_the_aware_one_in_utc(naive: datetime) -> None:
-    assert due_us(naive) == due_us(naive.replace(tzinfo=UTC)) == due_us(naive.isoformat())
-
-
 def test_a_naive_eta_is_utc_in_every_local_time_zone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TZ", "Asia/Kolkata")
     time.tzset()

@@ -420,7 +420,9 @@ def test_with_enabled_false_the_app_behaves_as_without_install(make: Any) -> Non
 
 def test_with_enabled_false_delay_ls_raises() -> None:
     """The error names the setting and does not claim that the broker delays by itself."""
-    with pytest.raises(UnsupportedBroker, match="native_delay_enabled is off in this app"):
+    with pytest.raises(
+        UnsupportedBroker, match=r'is off in this app.*native_delay_enabled = "drain"'
+    ):
         Delay(install(memory_app("unit-off"), enabled=False)).ls()
 
 

@@ -144,14 +144,6 @@ def test_debounce_starts_over_after_its_task_was_cancelled() -> None:
     assert place.at(60).started == [("b", 9)]
 
 
-def test_debounce_replaces_a_task_that_was_rescheduled_to_later() -> None:
-    place = Place()
-    place.at(0).debounce("a", 1)
-    place.move("a", 4)
-    place.at(1.5).debounce("b", 1)
-    assert place.at(60).started == [("b", 2.5)]
-
-
 @given(
     st.lists(
         st.tuples(st.floats(0.001, 9), st.sampled_from(["call", "call", "move", "cancel"])),
@@ -251,16 +243,6 @@ def test_throttle_on_both_edges_starts_over_after_its_trailing_task_was_cancelle
     place.cancel("c")
     assert place.at(11).throttle("d", 10, trails=True) == "d"
     assert place.at(60).started == [("a", 0), ("d", 11)]
-
-
-def test_throttle_replaces_a_trailing_task_that_was_rescheduled_to_later() -> None:
-    place = Place()
-    place.at(0).throttle("a", 10, trails=True)
-    place.at(1).throttle("b", 10, trails=True)
-    place.move("b", 30)
-    place.at(12).throttle("c", 10, trails=True)
-    place.at(13).throttle("d", 10, trails=True)
-    assert place.at(60).started == [("a", 0), ("c", 12), ("d", 22)]
 
 
 # ---- unique -------------------------------------------------------------------------------------
@@ -447,10 +429,8 @@ def test_a_messages_header_carries_its_whole_key(mark: Mark) -> None:
     "header",
     [
         None,
-        "unique",
         {},
         {"v": 2, "kind": "unique", "key": "a"},
-        {"v": 1, "kind": "unique"},
         {"v": 1, "kind": "unique", "key": 7},
         {"v": 1, "kind": "unique", "key": "\ud800"},
         {"v": 1, "kind": "unique", "key": "a", "until": ["end"]},
@@ -463,13 +443,6 @@ def test_a_malformed_header_is_no_mark(header: object) -> None:
 
 
 # ---- moved to another place ---------------------------------------------------------------------
-
-
-def test_moving_a_task_to_another_broker_moves_its_key() -> None:
-    old, new = Place(), Place()
-    old.unique("a", 50)
-    assert new.carry("a", old) == "a"
-    assert (new.unique("b"), old.unique("b")) == ("a", "b")
 
 
 def test_a_moved_debounced_task_keeps_its_longest_wait() -> None:

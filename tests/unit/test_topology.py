@@ -234,24 +234,6 @@ def test_addresses_that_begin_or_end_alike_never_cross(
         assert send(levels, plan, units, address).delivered == {queue: 1}
 
 
-@each_fused
-def test_several_bindings_of_one_queue_deliver_once(fused_bits: int) -> None:
-    levels = topology(levels=8, fused_bits=fused_bits)
-    bound = [topic_binding_address("news", key) for key in ("#", "eu.*", "*.sport", "eu.sport")]
-    plan = with_queues(levels, all=bound, sport=topic_binding_address("news", "*.sport"))
-    for units in (0, 1, 77, 255):
-        trip = send(levels, plan, units, message_address("news", "eu.sport"))
-        assert trip.delivered == {"all": 1, "sport": 1}
-
-
-@each_fused
-@pytest.mark.parametrize("units", [0, 1, 77, 255])
-def test_a_message_without_a_matching_binding_parks_once(fused_bits: int, units: int) -> None:
-    levels = topology(levels=8, fused_bits=fused_bits)
-    trip = send(levels, with_queues(levels, celery="%.celery"), units, "%.vanished")
-    assert trip.delivered == {levels.parking_queue: 1}
-
-
 # ---- names ---------------------------------------------------------------------------------
 
 
@@ -397,13 +379,6 @@ def test_an_address_that_does_not_fit_is_hashed_the_same_on_both_sides(
     assert levels.fits(used)
     assert used == (address if levels.fits(address) else hashed_address("jobs", key))
     assert (used == levels.address("jobs", other)) == (key == other)
-
-
-def test_a_hashed_address_is_one_word_of_fixed_length() -> None:
-    hashed = hashed_address("jobs", "k" * 255)
-    assert len(hashed) == 43
-    assert "." not in hashed
-    assert hashed != hashed_address("", "k" * 255)
 
 
 # ---- a user's routing key beside the address -----------------------------------------------
