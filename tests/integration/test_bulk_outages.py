@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
-from pathlib import Path
+from contextlib import suppress
 from time import monotonic
 from typing import Any
 
@@ -22,7 +21,6 @@ from celery_native_delay.transports import outbox
 from pytest_celery_native_delay import installed
 from tests.brokers import on_one_version
 from tests.integration.traffic import SETTINGS
-from tests.postgresql import private_postgresql
 
 #: How long a batch waits for an unreachable broker.
 PATIENCE_SECONDS = outbox.PATIENCE_SECONDS
@@ -93,34 +91,6 @@ def test_a_login_that_redis_refuses_is_not_retried(
     locked_redis_url: str, broken: Callable[[str], str], said: str
 ) -> None:
     text, seconds = answer_of(make_app(broken(locked_redis_url)))
-    assert said in text
-    assert seconds < PATIENCE_SECONDS / 2
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("kind", ["broker", "store"])
-@pytest.mark.parametrize("fault", ["database", "role", "folder", "no database"])
-def test_a_database_that_cannot_be_opened_is_not_retried(
-    kind: str, fault: str, tmp_path: Path
-) -> None:
-    """As the broker, and as the store of another broker."""
-    with ExitStack() as stack:
-        if fault in ("database", "role"):
-            server = stack.enter_context(private_postgresql())
-            url = server.url("nowhere")
-            if fault == "role":
-                url = server.new_database().replace("//postgres@", "//stranger@")
-            said = "does not exist"
-        else:
-            text_file = tmp_path / "text"
-            text_file.write_text("no database at all, and long enough to be read as its head" * 9)
-            path, said = {
-                "folder": (tmp_path / "nowhere" / "shop.db", "unable to open database file"),
-                "no database": (text_file, "file is not a database"),
-            }[fault]
-            url = f"sqlite:///{path}"
-        app = make_app(f"sqla+{url}") if kind == "broker" else make_app("memory://", store=url)
-        text, seconds = answer_of(app)
     assert said in text
     assert seconds < PATIENCE_SECONDS / 2
 

@@ -13,7 +13,7 @@ from celery_native_delay.testing import PrivateRedis
 from celery_native_delay.transports.redis import moving
 from celery_native_delay.transports.redis.parts import RedisAdminPart
 from tests.integration.project import APP, Project
-from tests.integration.redis_traffic import delaying, promote, store_of
+from tests.integration.redis_traffic import delaying, store_of
 from tests.traffic import publish
 
 pytestmark = pytest.mark.parametrize("server_name", ["redis"], indirect=True)
@@ -39,7 +39,7 @@ def park(connection: Any, server: PrivateRedis) -> None:
     publish(connection, "bad", "poison", delay=60, headers=headers)
     store = store_of(connection)
     store.client.zadd(store.keys.due, {store.client.zrange(store.keys.due, 0, 0)[0]: 0})
-    assert promote(store).parked == 1
+    assert store.promote().parked == 1
 
 
 def test_declare_checks_the_server(shop: Project) -> None:

@@ -25,7 +25,6 @@ from tests.integration.redis_traffic import (
     delaying,
     delays_of,
     entries,
-    promote,
     promoting,
     store_of,
 )
@@ -37,7 +36,7 @@ WITH_BATCH = hasattr(kombu_redis, "PublishBatch")  # kombu 5.7
 
 def promote_all(connection: Any) -> int:
     """Hand over all due messages; their number."""
-    return promote(store_of(connection)).delivered
+    return store_of(connection).promote().delivered
 
 
 def make_due(connection: Any) -> None:
@@ -225,7 +224,7 @@ def test_a_message_put_back_waits_by_the_servers_clock(
         assert abs(delays.clock_ahead_seconds()) < 1
         publish(connection, "hello", "jobs", delay=60, headers={"id": "1"})
         make_due(connection)
-        promote(store)
+        store.promote()
         message = connection.default_channel.basic_get("jobs", no_ack=True)
         for each in (module, redis_server):
             monkeypatch.setattr(each, "time_ns", lambda: time_ns() - 20_000_000_000)

@@ -78,8 +78,7 @@ def test_a_message_arrives_when_due_after_0_to_3_hops(sqs: PrivateSqs) -> None:
         assert arrival.lateness_seconds >= 0
         assert arrival.waited
         assert arrival.message.headers["customer"] == 7
-    assert (relay.promoted, relay.failed) == (3, 0)
-    assert relay.relayed <= 0 + 1 + 2, "one hop less for who is received a second late"
+    assert relay.promoted == 3
 
 
 def test_message_attributes_are_kept_over_hops(sqs: PrivateSqs) -> None:
@@ -202,12 +201,12 @@ def test_a_message_that_cannot_be_relayed_does_not_hold_up_others(
     )
     with (
         delaying(sqs.url) as connection,
-        relaying(lambda: delaying(sqs.url), "jobs") as relay,
+        relaying(lambda: delaying(sqs.url), "jobs"),
         inbox(connection, "jobs") as received,
     ):
         publish(connection, "x" * 4096, "jobs", delay=1.5)
         sqs.client.set_queue_attributes(QueueUrl=jobs, Attributes={"MaximumMessageSize": "2048"})
-        wait_until(lambda: relay.failed > 0)
+        wait_until(lambda: "jobs refused 1 of 1 message(s)" in caplog.text)
         publish(connection, "hello", "jobs", delay=1.5)
         assert received.receive_until(lambda: len(received.arrivals) == 1)
         assert received.arrivals[0].body == "hello"
@@ -330,7 +329,7 @@ def test_a_queue_with_too_long_a_name_does_not_stop_the_relay_of_others(
         publish(connection, "far", long, delay=60)
         publish(connection, "hello", "jobs", delay=2.5)
         assert received.wait_for(1)[0].body == "hello"
-        assert (relay.promoted, relay.failed) == (1, 0)
+        assert relay.promoted == 1
         admin = connection.default_channel.admin_part(None)
         admin.serve([Queue(long), Queue("jobs")])
         said, *_ = admin.examine()

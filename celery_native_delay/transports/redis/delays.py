@@ -51,11 +51,6 @@ class RedisDelays(VirtualDelays):
             self._own = RedisBrokerStore(redis.Redis(connection_pool=pool), self.keys)
         return self._own
 
-    @property
-    def version(self) -> tuple[int, ...]:
-        """Return the Redis version as a tuple, or () if unknown."""
-        return self.prepare().version
-
     def prepare(self) -> Server:
         """Check once per channel that the Redis server can store delayed messages."""
         self.check_settings()

@@ -51,11 +51,11 @@ class RedisWorkerPart(WorkerPart):
 
 def rescue(delays: Any) -> Rescue:
     """Try again to deliver due but undeliverable messages; return the counts."""
-    store, version = delays.own, delays.version
+    store: RedisBrokerStore = delays.own
     outcome = Rescue()
     before_us = store.now_us()
     for _ in range(_ROUND):
-        handed = store.rescue(version=version, before_us=before_us)
+        handed = store.rescue(before_us=before_us)
         outcome.delivered += handed.delivered
         outcome.still_parked += handed.parked
         if handed.taken < BATCH:

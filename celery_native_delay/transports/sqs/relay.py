@@ -77,8 +77,6 @@ class SqsRelay:
     def __init__(self, connect: Callable[..., Any], queues: Sequence[str]) -> None:
         """*connect* opens a kombu connection; *queues* are the names of the destination queues."""
         self.promoted = 0  # messages sent to the destination
-        self.relayed = 0  # messages sent to a delay queue again
-        self.failed = 0  # sends that SQS refused
         self._connect = connect
         self._queues = list(queues)
         self._stopping = Event()
@@ -96,16 +94,10 @@ class SqsRelay:
                 _complain("relaying", exc, backoff.seconds)
                 self._stopping.wait(backoff.failed())
 
-    def count(self, *, promoted: int = 0, relayed: int = 0, failed: int = 0) -> None:
-        """Add the given numbers to this relay's counters. Thread-safe.
-
-        *promoted*: messages sent to the destination queue. *relayed*: messages sent to the delay
-        queue again. *failed*: messages that SQS refused.
-        """
+    def count(self, promoted: int) -> None:
+        """Count messages that were sent to their destination queue. Thread-safe."""
         with self._counting:
             self.promoted += promoted
-            self.relayed += relayed
-            self.failed += failed
 
     def stop(self) -> None:
         # A running long poll is not interrupted. If the process ends, another worker receives the
@@ -184,8 +176,8 @@ class QueueRelay:
             self._delete(sent_before)
         # The order matters. SQS recognises a repeated send to the delay queue only while the first
         # message is there, and that may be one of the messages that go to the destination.
-        self._relay.count(relayed=self._send_all(self._source, onward, self._to_delay_queue))
-        self._relay.count(promoted=self._send_all(self._destination, home, self._to_destination))
+        self._send_all(self._source, onward, self._to_delay_queue)
+        self._relay.count(self._send_all(self._destination, home, self._to_destination))
 
     def _read(self, messages: Sequence[dict[str, Any]], *, now_ms: int) -> Iterator[_Received]:
         at = monotonic()
@@ -229,7 +221,6 @@ class QueueRelay:
             self._delete([each for at, each in enumerate(batch) if at not in refused])
             taken += len(batch) - len(refused)
             if refused:
-                self._relay.count(failed=len(refused))
                 logger.error(
                     "native delay: %s refused %d of %d message(s), they are tried again: %s",
                     queue,
