@@ -152,6 +152,9 @@ class Waiting:
             "run": self.run,
             "delivery_id": self.delivery_id,
             "held": f"{self.held.hold}, by {self.held.by}" if self.held else "",
+            "origin": self.origin,
+            "parent_id": self.parent_id,
+            "refusal": self.refusal,
         }
 
 
