@@ -157,21 +157,6 @@ def test_kombus_producer_batch_delays_messages_with_an_eta(
         assert empty_redis.client.llen(f"{prefix}jobs") == 20
 
 
-@pytest.mark.skipif(not WITH_BATCH, reason="kombu 5.7 brought batches")
-def test_kombus_producer_batch_sends_nothing_after_an_error(empty_redis: PrivateRedis) -> None:
-    with delaying(empty_redis.url) as connection:
-        producer = connection.Producer()
-
-        def change_ones_mind() -> None:
-            with producer.batch():
-                producer.publish(1, routing_key="jobs", headers={"eta": eta_in(60)})
-                raise LookupError
-
-        with pytest.raises(LookupError):
-            change_ones_mind()
-        assert entries(store_of(connection)) == 0
-
-
 def test_over_a_unix_socket(empty_redis: PrivateRedis) -> None:
     with (
         promoting(connector(empty_redis.socket_url)),

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from kombu import Connection, Queue
+from kombu import Queue
 
 from celery_native_delay import (
     CannotDelay,
@@ -132,25 +131,6 @@ def test_a_relay_is_killed_between_sending_and_deleting(
     assert received.arrivals[0].lateness_seconds >= 0
 
 
-def test_two_relays_share_the_work_without_duplicates(sqs: PrivateSqs) -> None:
-    """Plain moto may give a message to two receivers; example_project's moto does not."""
-    make_delay_queue(sqs)
-    with (
-        delaying(sqs.url) as connection,
-        relaying(lambda: delaying(sqs.url), "jobs") as one,
-        relaying(lambda: delaying(sqs.url), "jobs") as other,
-        inbox(connection, "jobs") as received,
-    ):
-        for number in range(60):
-            publish(connection, number, "jobs", delay=2 + number % 20 / 10)
-        arrivals = received.wait_for(60)
-        wait_until(lambda: waiting_on(sqs) == 0)
-        received.receive_until(lambda: False, timeout_seconds=1)
-    assert Counter(arrival.body for arrival in received.arrivals) == Counter(range(60))
-    assert one.promoted + other.promoted == 60
-    assert min(arrival.lateness_seconds for arrival in arrivals) >= 0
-
-
 def test_a_message_that_cannot_be_deleted_is_not_sent_twice(
     sqs: PrivateSqs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -263,19 +243,6 @@ def test_a_missing_predefined_queue_is_named(
 
 
 # ---- without a relay ---------------------------------------------------------------------------
-
-
-def test_a_short_delay_needs_no_relay(sqs: PrivateSqs) -> None:
-    """With an installed producer and a plain consumer."""
-    with (
-        delaying(sqs.url) as connection,
-        Connection(sqs.url, transport_options={"wait_time_seconds": 0}) as plain,
-        inbox(plain, "jobs") as received,
-    ):
-        publish(connection, "hello", "jobs", delay=HOP_SECONDS - 0.5)
-        (arrival,) = received.wait_for(1)
-    assert arrival.lateness_seconds >= 0
-    assert type(arrival.message).__module__.startswith("kombu.")
 
 
 def test_a_producer_warns_if_there_is_no_delay_queue(

@@ -88,22 +88,6 @@ def test_transport_for_refuses_anything_but_a_url(url: Any) -> None:
         transport_for(url)
 
 
-@pytest.mark.parametrize(
-    ("package", "requirement"),
-    [("redis", "celery_native_delay[redis]"), ("pymongo", "pymongo")],
-)
-def test_a_broker_whose_package_is_missing_says_what_to_install(
-    package: str, requirement: str
-) -> None:
-    missing = ModuleNotFoundError(f"No module named {package!r}", name=package)
-    with pytest.raises(UnsupportedBroker) as refused, url_errors_explained():
-        raise missing
-    assert str(refused.value) == (
-        f"this broker needs the Python package {package}, which is not installed: "
-        f"pip install '{requirement}'"
-    )
-
-
 def test_a_scheme_that_kombu_does_not_know_is_refused() -> None:
     with pytest.raises(UnsupportedBroker, match=r"Did you mean amqp\?") as refused:
         with url_errors_explained():
