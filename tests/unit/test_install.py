@@ -27,8 +27,7 @@ from celery_native_delay import (
     install,
 )
 from celery_native_delay.app.broker import bounded_connection
-from celery_native_delay.app.control import RevokesWaiting
-from celery_native_delay.app.install import BOOTSTEP
+from celery_native_delay.app.install import BOOTSTEP, RevokesWaiting
 from celery_native_delay.app.installation import installation_of, keep_celerys_own_off
 from celery_native_delay.transports.aliases import OPTION, settings_from_option
 
