@@ -33,7 +33,6 @@ from ..settings import DelaySettings
 from ..store.dispatcher import Dispatcher, Publisher, TransactionRelay
 from ..store.entry import StoreEntry
 from ..store.interface import ParkedRow, Row, Store
-from ..urls import is_redis_url
 from ..within import Within
 from .interface import (
     AdminPart,
@@ -108,12 +107,7 @@ class StoringChannel:
 
     def lines(self, settings: DelaySettings) -> RecordedLines:
         """Return the lines of rate-limited tasks; raise NoStore without a store."""
-        store: Any = self.needed_store
-        if not is_redis_url(store.url):
-            return RecordedLines(store.state)
-        from ..rates.in_redis import RedisLines
-
-        return RedisLines(store.client.connection_pool, store.keys, store.where)
+        return RecordedLines(self.needed_store.state)
 
     # --- publishing ------------------------------------------------------------------------
 

@@ -24,6 +24,9 @@ from sqlalchemy import create_engine, event, text
 from celery_native_delay import Query, Verdict
 from celery_native_delay.errors import StoreUnavailable
 from celery_native_delay.finding import WRONG
+from celery_native_delay.rates.in_records import RecordedLines
+from celery_native_delay.rates.line import Asked, Turn
+from celery_native_delay.rates.rate import Rate
 from celery_native_delay.records.cancelled import note_cancelled, was_cancelled
 from celery_native_delay.records.interface import Change, RecordName, Snapshot
 from celery_native_delay.records.waiting import WaitingTasks
@@ -558,6 +561,29 @@ def test_concurrent_changes_of_one_state_are_not_lost(store: Store, url: str) ->
     for thread in threads:
         thread.join()
     assert store.state.load([NAME]) == ["100"]
+
+
+def test_concurrent_starts_at_two_rates_are_each_counted_at_both(store: Store, url: str) -> None:
+    rates = {"shop.call": Rate("10/h", burst=10), "shop.all": Rate("1000/h", burst=100)}
+    asked = [Asked(name, "ada", rate) for name, rate in rates.items()]
+    turns: list[Turn] = []
+
+    def start() -> None:
+        with closing(opened(url, store.namespace)) as own:
+            turns.extend(RecordedLines(own.state).ask(asked) for _ in range(5))
+
+    threads = [Thread(target=start) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(turn.starts for turn in turns) == 10
+    assert sorted(turn.place for turn in turns if turn.place is not None) == [*range(10, 20)]
+    told = {line.task: line for line in RecordedLines(store.state).look(10)}
+    assert [(told[name].waiting, told[name].starts_last_period) for name in sorted(told)] == [
+        (0, 10),
+        (10, 10),
+    ]
 
 
 def test_states_that_expire_last_are_listed_first(store: Store) -> None:
