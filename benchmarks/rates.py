@@ -19,8 +19,7 @@ from celery_native_delay import Delay, Rate
 from celery_native_delay.bulk import bulk
 from celery_native_delay.rates.in_records import RecordedLines
 from celery_native_delay.rates.line import Asked
-from celery_native_delay.records.redis import RedisRecords
-from celery_native_delay.records.redis_keys import IndexKeys
+from celery_native_delay.records.redis import IndexKeys, RedisRecords
 from celery_native_delay.records.redis_link import RedisLink
 from celery_native_delay.store.sql import SqlStore
 from celery_native_delay.testing import PrivateRedis, private_redis

@@ -7,13 +7,18 @@ from contextlib import contextmanager, suppress
 from functools import lru_cache
 from hashlib import sha1
 from typing import Any, TypeVar
+from urllib.parse import unquote, urlsplit
 
+import redis
 from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError, ReadOnlyError, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
+from redis.sentinel import MasterNotFoundError, Sentinel
 
 from ..errors import StoreUnavailable
+from ..urls import redis_py_url
+from .interface import ANSWER_SECONDS
 
 T = TypeVar("T")
 
@@ -126,3 +131,43 @@ def _answer(connection: Any, *command: Any) -> Any:
 @lru_cache
 def digest_of(script: str) -> str:
     return sha1(script.encode(), usedforsecurity=False).hexdigest()
+
+
+def redis_client(url: str, *, timeout_seconds: float = ANSWER_SECONDS) -> Any:
+    """Make a redis-py client without retries.
+
+    *timeout_seconds* is for connecting, for an answer, and for asking all Sentinels. The URL with
+    Sentinels is ``sentinel://user:password@host:26379,host2:26379/service/0``.
+    """
+    options = _limits(timeout_seconds)
+    if not url.startswith("sentinel://"):
+        return redis.Redis.from_url(redis_py_url(url), **options)
+    place = urlsplit(url)
+    login, _, hosts = place.netloc.rpartition("@")
+    if login:
+        user, _, password = login.partition(":")
+        options |= {"username": unquote(user) or None, "password": unquote(password) or None}
+    _, service, database = place.path.split("/")
+    pairs = [
+        (host.partition(":")[0], int(host.partition(":")[2] or 26379)) for host in hosts.split(",")
+    ]
+    sentinels = _Sentinels(pairs, sentinel_kwargs=_limits(timeout_seconds / len(pairs)))
+    return sentinels.master_for(service, db=int(database), **options)
+
+
+def _limits(seconds: float) -> dict[str, Any]:
+    """Return redis-py's options for time limits; its own retries would sleep for seconds."""
+    retry = Retry(NoBackoff(), 0)
+    return {"socket_timeout": seconds, "socket_connect_timeout": seconds, "retry": retry}
+
+
+class _Sentinels(Sentinel):  # type: ignore[misc]
+    """redis-py's Sentinel with a readable error."""
+
+    def discover_master(self, service_name: str) -> Any:
+        try:
+            return super().discover_master(service_name)
+        except MasterNotFoundError:
+            raise MasterNotFoundError(
+                f"no Sentinel that answers knows a primary {service_name!r} that is up"
+            ) from None

@@ -12,9 +12,8 @@ from typing import Any
 
 from ..errors import StoreUnavailable
 from ..finding import Finding
-from ..records.redis import RedisRecords, redis_client
-from ..records.redis_keys import ROWS, IndexKeys
-from ..records.redis_link import RedisLink
+from ..records.redis import ROWS, IndexKeys, RedisRecords
+from ..records.redis_link import RedisLink, redis_client
 from ..records.waiting import Replacement, WaitingTasks
 from ..redis_server import findings
 from ..urls import without_password
