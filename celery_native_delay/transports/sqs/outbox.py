@@ -7,7 +7,7 @@ messages twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from time import time_ns
 from typing import Any
 
@@ -97,38 +97,27 @@ class SqsOutbox(CallingOutbox[SqsMessage | PlainMessage]):
             yield from map(OutboxBatch, in_requests(together, lambda put: put.size_bytes + 1000))
 
     def _deliver(self, batch: OutboxBatch[SqsMessage | PlainMessage]) -> None:
-        waiting = [put for put in batch.puts if isinstance(put, SqsMessage)]
         if isinstance(plain := batch.puts[0], PlainMessage):  # the only one
             self._put_plainly(plain)
             return
-        # Since the batch was made, the delay of some messages may have fallen below 15 minutes.
         delays, now_us = self._delays, time_ns() // 1000
-        queue = waiting[0].queue
-        far = [put for put in waiting if put.is_far(now_us=now_us)]
-        url = delays.known_delay_queue(queue).url if far else None
-        far = far if url else []
-        near = [put for put in waiting if put not in far]
-        if far:
-            entries = [put.entry(now_us=now_us).arguments() for put in far]
-            self._send(batch, far, delay_queue_of(queue), entries, lambda: str(url))
-        if near:
+        puts = [put for put in batch.puts if isinstance(put, SqsMessage)]
+        queue, queues, url = puts[0].queue, delays.queues, None
+        # A delay that has just fallen below 15 minutes is hardly longer in the delay queue.
+        if any(put.is_far(now_us=now_us) for put in puts):
+            url = delays.known_delay_queue(queue).url
+        if url is None:
             messages = [
                 {**put.payload.arguments(), "DelaySeconds": put.seconds_here(now_us=now_us)}
-                for put in near
+                for put in puts
             ]
-            self._send(batch, near, queue, messages, lambda: delays.queues.declared_url(queue))
-
-    def _send(
-        self,
-        batch: OutboxBatch[SqsMessage | PlainMessage],
-        puts: list[SqsMessage],
-        queue: str,
-        messages: list[dict[str, Any]],
-        url: Callable[[], str],
-    ) -> None:
-        queues = self._delays.queues
+        else:
+            queue = delay_queue_of(queue)
+            messages = [put.entry(now_us=now_us).arguments() for put in puts]
         with explained(queues.name(queue), "sqs:SendMessage"):
-            failures = queues.send_many(queue, messages, url=url)
+            failures = queues.send_many(
+                queue, messages, url=lambda: url or queues.declared_url(queue)
+            )
         self._settled(batch, [put for at, put in enumerate(puts) if at not in failures])
         for at, failure in failures.items():
             if failure.is_final:
