@@ -229,7 +229,7 @@ class StoringChannel:
 
     def admin_part(self, settings: DelaySettings) -> AdminPart:
         own = self.own_admin_part(settings)
-        return own if self.store is None else StoreAdminPart(self, settings, own)
+        return own if self.store is None else StoreAdminPart(self, own)
 
 
 #: What publishes the immediate tasks of this process's transactions, by store.
@@ -348,9 +348,8 @@ class _Both:
 class StoreAdminPart(AdminPart):
     """The operations of the ``delay`` commands for tasks that wait in a store."""
 
-    def __init__(self, channel: StoringChannel, settings: DelaySettings, own: AdminPart) -> None:
+    def __init__(self, channel: StoringChannel, own: AdminPart) -> None:
         self._channel = channel
-        self._settings = settings
         self._store = channel.needed_store
         self.own = own
         """The part of the broker, in which other tasks wait, or waited before."""
