@@ -21,9 +21,7 @@ from celery_native_delay.transports.sqs.entry import (
     check_size,
     opened,
 )
-from celery_native_delay.transports.sqs.hops import (
-    Reception,
-)
+from celery_native_delay.transports.sqs.hops import Reception, seconds_up
 from celery_native_delay.transports.sqs.queues import (
     attributes_of,
     can_delay,
@@ -165,6 +163,12 @@ def test_on_sqs_a_command_waits_seconds_for_an_answer_and_the_relay_a_long_poll(
 
 
 # ---- hops ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("ms", "seconds"), [(-5, 0), (0, 0), (1, 1), (1000, 1), (1001, 2)])
+def test_a_delay_is_rounded_up_to_whole_seconds(ms: int, seconds: int) -> None:
+    assert seconds_up(ms) == seconds
+
 
 delays_ms = st.integers(0, 10 * 365 * 86_400_000)
 
