@@ -391,32 +391,6 @@ def test_a_clock_that_is_an_hour_slow_is_found(
     assert re.search(r"clock is (59 min|1 h) .*ahead of this machine's", found.problem)
 
 
-# ---- the store ---------------------------------------------------------------------------------
-
-
-@pytest.mark.ci
-@on_one_version
-def test_problems_of_a_store_in_redis_are_found(vhost_url: str, own_redis: PrivateRedis) -> None:
-    app = app_on(vhost_url, store=own_redis.url)
-    assert "store" not in [each.check for each in of_level(app, WRONG)]
-    for name, wrong, right in (
-        ("maxmemory-policy", "volatile-ttl", "noeviction"),
-        ("appendonly", "no", "yes"),
-    ):
-        own_redis.client.config_set(name, wrong)
-        assert f"{name} is {wrong}" in the_wrong(app, "store").problem
-        own_redis.client.config_set(name, right)
-    own_redis.client.execute_command("REPLICAOF", "127.0.0.1", "1")
-    assert "cannot be written to: ReadOnlyError" in the_wrong(app, "store").problem
-    own_redis.client.execute_command("REPLICAOF", "NO", "ONE")
-    own_redis.client.config_set("requirepass", "secret")
-    assert "AuthenticationError" in the_wrong(app, "store").problem
-    mistyped = app_on(vhost_url, store=own_redis.url.replace("//", "//:mistyped@"))
-    assert "mistyped" not in str(the_wrong(mistyped, "store"))
-    own_redis.stop()
-    assert "does not answer" in the_wrong(app, "store").problem
-
-
 # ---- apps without install() --------------------------------------------------------------------
 
 

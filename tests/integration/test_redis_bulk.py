@@ -86,24 +86,6 @@ def test_killed_connections_neither_lose_nor_duplicate_tasks(
     assert not empty_redis.client.keys(f"{KEYS.space}.taken.*")
 
 
-def test_a_batch_waits_for_a_restarted_server(own_redis: PrivateRedis) -> None:
-    """The server keeps its messages in its append-only file."""
-    own_redis.client.config_set("appendfsync", "always")
-    app = make_app(own_redis.url)
-    with bulk(app) as batch:
-        for number in range(3_000):
-            if number in (1_000, 2_000):
-                own_redis.kill()
-                own_redis.start()
-                own_redis.client.config_set("appendfsync", "always")
-            batch.send("shop.remind", (number,), countdown=0 if number % 10 else 2)
-    app.close()
-    assert batch.result.confirmed == 3_000
-    with promoting(connector(own_redis.url)):
-        wait_until(lambda: not own_redis.client.zcard(KEYS.due))
-    assert numbers(own_redis) == list(range(3_000))
-
-
 def test_flushed_scripts_are_sent_again(empty_redis: PrivateRedis, app: Celery) -> None:
     with bulk(app, window=250) as batch:
         for number in range(2_000):

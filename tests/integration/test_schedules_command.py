@@ -376,34 +376,6 @@ def test_a_worker_with_a_wrong_clock_skips_no_due_time(
 
 
 @on_redis
-def test_the_doctor_finds_entries_whose_last_runs_did_not_happen(
-    empty_redis: PrivateRedis,
-) -> None:
-    with app_on(empty_redis.url) as app:
-        app.task(no_work, name="shop.tick", base=Refusing)
-        schedules = Schedules(app)
-        schedules.publish()
-
-        def receive(name: str, discarded: Any = None) -> None:
-            number = schedules._known(name).number
-            schedules.advance(name, number, "run", redelivered=False, discarded=discarded)
-
-        receive("nightly", "expired")
-        expired = ["the last run of nightly did not happen: it expired before a worker ran it"]
-        assert schedule_problems(app) == expired
-        receive("nightly", "cancelled")
-        assert schedule_problems(app) == expired, "the user wanted that one not to run"
-        receive("nightly")
-        assert schedule_problems(app) == []
-        for _ in range(2):
-            receive("tick")
-            schedules.send_anew("tick", "shop.tick", "run")
-        why = "apply_async of its class raised RuntimeError: already queued"
-        assert schedule_problems(app) == [f"the last 2 runs of tick did not happen: {why}"]
-        assert [each.runs for each in schedules] == [1, 0]
-
-
-@on_redis
 def test_an_entry_goes_on_with_its_waiting_run_after_its_records_were_lost(
     empty_redis: PrivateRedis,
 ) -> None:
