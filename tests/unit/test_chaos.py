@@ -25,8 +25,6 @@ from tests.chaos.oracle import (
     must_run,
     read_notes,
 )
-from tests.chaos.report import as_markdown, findings_as_text, result_of
-from tests.chaos.run import Outcome, Plan
 from tests.chaos.schedule import SETTLE_SECONDS, SHORTEST_GAP_SECONDS, FaultKind, schedule
 
 pytestmark = pytest.mark.tools
@@ -184,52 +182,17 @@ def test_the_notes_of_a_producer_tell_which_tasks_must_run() -> None:
 
 
 def test_a_seed_determines_what_a_producer_sends() -> None:
-    def first(seed: int, rate: float = 20) -> list[Step]:
-        return list(islice(steps(seed, rate=rate, longest_seconds=30), 3000))
+    def first(seed: int) -> list[Step]:
+        return list(islice(steps(seed, rate=20, longest_seconds=30), 3000))
 
     assert first(1) == first(1) != first(2)
     wishes = [wish for step in first(1) for wish in step.wishes]
     assert len({wish.id for wish in wishes}) == len(wishes)
     assert {step.queue for step in first(1)} == set(ROUTES)
     assert all(0 < wish.countdown <= 30 for wish in wishes)
-    assert {len(step.wishes) for step in first(1)} == {1, *range(2, 21)}
-    assert not any(step.once for step in first(1))
-    assert {step.once for step in islice(steps(1, rate=9, longest_seconds=9, once=True), 50)} == {
-        True,
-        False,
-    }
-    cancelled = [wish for wish in wishes if wish.cancel_after is not None]
-    assert 0.1 < len(cancelled) / len(wishes) < 0.2
-    for rate in (5, 20):
-        seconds = sum(step.pause_seconds for step in first(3, rate))
-        sent = sum(len(step.wishes) for step in first(3, rate))
-        assert sent / seconds == pytest.approx(rate, rel=0.1)
-
-
-# ---- the report --------------------------------------------------------------------------------
-
-
-def outcome(*starts: Start, struck: tuple[Struck, ...] = ()) -> Outcome:
-    plan = Plan(seed=7, minutes=0.5, rate=20)
-    entries = judge_entries([], struck, began_at=100.0, ended_at=100.0)
-    return Outcome("Redis 7", plan, 100.0, struck, judged(SENT, *starts, struck=struck), 1, entries)
-
-
-def test_the_report_names_lost_tasks_and_the_effect_of_each_fault() -> None:
-    kill = Struck("master-killed", "port 1", 109, 109.5)
-    lost = result_of(outcome(struck=(kill,)))
-    assert lost["verdicts"]["lost"] == 1
-    assert lost["findings"][0]["history"][0] == "+0.000 s sent to default"
-    assert "lost: a" in findings_as_text(outcome())
-    assert findings_as_text(outcome(RAN)) == ""
-    twice = result_of(outcome(RAN, replace(RAN, at=115), struck=(kill,)))
-    text = as_markdown([lost, twice])
-    assert (
-        "| Redis 7 | 30 s, 20/s, seed 7 | 1 | 1 | 0 | 0 | 0 | 1 | 0 | 0 | 0 | 0 | 0 | - |" in text
-    )
-    assert "| `master-killed` | 1 | 0.5 s | 0.0 s |" in text
-    assert "doubled 1 times: the broker handed it over twice, after a fault" in text
-    assert "workers that ended by themselves, and were started again: 1" in text
+    assert any(wish.cancel_after is not None for wish in wishes)
+    seconds = sum(step.pause_seconds for step in first(1))
+    assert len(wishes) / seconds == pytest.approx(20, rel=0.1)
 
 
 # ---- the schedule ------------------------------------------------------------------------------
@@ -253,15 +216,6 @@ def test_faults_do_not_overlap_and_end_with_the_run(seed: int, minutes: float) -
         assert 0 <= fault.target < kind.targets
         free_at = fault.at_seconds + fault.lasts_seconds
         assert free_at <= minutes * 60 + 0.1
-
-
-def test_every_kind_of_fault_comes_once_before_any_comes_twice() -> None:
-    names = [fault.kind for fault in schedule(7, 10, KINDS)]
-    assert len(names) > 20
-    for first in range(0, len(names) - 2, 3):
-        assert set(names[first : first + 3]) == {kind.name for kind in KINDS}
-    assert schedule(7, 10, KINDS) != schedule(8, 10, KINDS)
-    assert schedule(7, 10, []) == []
 
 
 # ---- schedule entries ---------------------------------------------------------------------------

@@ -400,20 +400,6 @@ def test_record_names_are_short_and_differ_if_the_keys_differ(one: str, other: s
 
 
 @pytest.mark.parametrize(
-    "mark",
-    [
-        Mark("debounce", "shop.sync", "user:7"),
-        Mark("unique", "shop.sync", "user:7", until="end", token="a1"),
-        Mark("throttle-trailing", "shop.sync", "x" * 300),
-    ],
-)
-def test_a_messages_header_carries_its_whole_key(mark: Mark) -> None:
-    headers = {"task": mark.task, HEADER: mark.header()}
-    assert Mark.of(headers) == mark
-    assert mark.name == name_of(mark.kind, mark.task, mark.key)
-
-
-@pytest.mark.parametrize(
     "header",
     [
         None,

@@ -40,12 +40,6 @@ def test_tests_that_share_a_broker_are_one_group(nodeid: str, scope: str) -> Non
     assert scope_of(nodeid) == scope
 
 
-@pytest.mark.parametrize("test", ["test_it", "test_it[redis]", "test_it[4.3]"])
-def test_any_other_test_is_its_own_group(test: str) -> None:
-    assert scope_of(test) == test
-    assert broker_of(test) is None
-
-
 def test_groups_of_one_rabbitmq_version_share_a_broker() -> None:
     assert broker_of("RabbitMQ 4.3: mortal") == broker_of("RabbitMQ 4.3: test_tasks")
     assert broker_of("RabbitMQ 4.3: mortal") != broker_of("RabbitMQ 3.10: mortal")
