@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
@@ -402,8 +402,8 @@ def demonstrate(asked: str | None, folder: Path, console: Console) -> bool:
     return not wrong
 
 
-def main(demonstrate: Callable[[str | None, Path, Console], bool] = demonstrate) -> int:
-    """Run *demonstrate* on the broker that the command line names, and return the exit status."""
+def main() -> int:
+    """Run the demo on the broker that the command line names, and return the exit status."""
     for number in STOP_SIGNALS:
         signal.signal(number, stop)
     console = Console(highlight=False, markup=False)
@@ -418,7 +418,7 @@ def main(demonstrate: Callable[[str | None, Path, Console], bool] = demonstrate)
         said = str(exc).rstrip(".")
         console.print(f"the broker cannot be used: {said}; is it running, and is the URL right?")
         return 2
-    except (BrokerFailed, WorkerFailed, subprocess.CalledProcessError) as exc:
+    except (BrokerFailed, WorkerFailed) as exc:
         console.print(str(exc), style="red", soft_wrap=True)
         return 1
 
