@@ -23,7 +23,7 @@ from ..outbox import OutboxBatch
 from ..virtual.outbox import CallingOutbox, Collecting, PlainMessage
 from .delays import SqsDelays
 from .entry import SqsMessage, in_requests
-from .queues import can_delay, delay_queue_of, explained
+from .queues import can_delay, explained
 
 #: Error codes of SQS for unknown credentials and missing rights.
 _NOT_LET_IN = frozenset(
@@ -100,24 +100,8 @@ class SqsOutbox(CallingOutbox[SqsMessage | PlainMessage]):
         if isinstance(plain := batch.puts[0], PlainMessage):  # the only one
             self._put_plainly(plain)
             return
-        delays, now_us = self._delays, time_ns() // 1000
         puts = [put for put in batch.puts if isinstance(put, SqsMessage)]
-        queue, queues, url = puts[0].queue, delays.queues, None
-        # A delay that has just fallen below 15 minutes is hardly longer in the delay queue.
-        if any(put.is_far(now_us=now_us) for put in puts):
-            url = delays.known_delay_queue(queue).url
-        if url is None:
-            messages = [
-                {**put.payload.arguments(), "DelaySeconds": put.seconds_here(now_us=now_us)}
-                for put in puts
-            ]
-        else:
-            queue = delay_queue_of(queue)
-            messages = [put.entry(now_us=now_us).arguments() for put in puts]
-        with explained(queues.name(queue), "sqs:SendMessage"):
-            failures = queues.send_many(
-                queue, messages, url=lambda: url or queues.declared_url(queue)
-            )
+        failures = self.channel.delays.send(puts, now_us=time_ns() // 1000)
         self._settled(batch, [put for at, put in enumerate(puts) if at not in failures])
         for at, failure in failures.items():
             if failure.is_final:
@@ -130,8 +114,3 @@ class SqsOutbox(CallingOutbox[SqsMessage | PlainMessage]):
         # Each request connects by itself, so the connection is closed only at the end.
         if self._closed.is_set():
             super()._lose()
-
-    @property
-    def _delays(self) -> SqsDelays:
-        delays: SqsDelays = self.channel.delays
-        return delays
