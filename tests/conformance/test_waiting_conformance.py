@@ -39,10 +39,12 @@ from tests.conformance.traffic import SETTINGS, attended
 from tests.traffic import JOBS, Inbox, inbox, send_task
 from tests.waiting import wait_until
 
-#: A store beside SQS is one beside any broker that kombu's virtual transports serve: the tests of
-#: what SQS has a part in run on it, too.
-BROKERS = without("valkey", "sqs")
-also_on_sqs = pytest.mark.parametrize("broker", without("valkey"), indirect=True, scope="session")
+#: A store beside SQS or pgmq is one beside any broker that kombu's virtual transports serve: the
+#: tests of what SQS has a part in run on it, too.
+BROKERS = without("valkey", "sqs", "pgmq")
+also_on_sqs = pytest.mark.parametrize(
+    "broker", without("valkey", "pgmq"), indirect=True, scope="session"
+)
 
 #: For delays of hours.
 LEVELS = 20
@@ -304,8 +306,6 @@ def test_cancel_covers_all_messages_of_an_id(app: Celery, delay: Delay) -> None:
 
 def test_celerys_revoke_cancels_waiting_tasks(app: Celery, delay: Delay) -> None:
     """Celery's broadcast to the workers follows."""
-    if app.conf.broker_url.startswith("pgmq://"):
-        pytest.skip("kombu 5.7 broadcasts on pgmq by a function that pgmq lacks")
     for number in range(4):
         send_task(app, number, countdown=3600)
     app.control.revoke("order-0")
