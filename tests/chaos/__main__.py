@@ -47,8 +47,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
     "--fault",
     "faults",
     multiple=True,
-    help="Only this kind of fault; may be given several times. Faults that break a promise of "
-    "the broker, such as vhost-wiped, happen only if named here.",
+    help="Only this kind of fault; may be given several times.",
 )
 @click.option(
     "--output",

@@ -172,8 +172,6 @@ def _notes(result: Result) -> str:
         notes.append(f"schedule entries: {told}; lateness in calm: p50, p99 {late}")
     if gave_up := result["workers_ended_by_themselves"]:
         notes.append(f"workers that ended by themselves, and were started again: {gave_up}")
-    if wiped := result["verdicts"][Verdict.WIPED.value]:
-        notes.append(f"tasks deleted by a fault that deleted everything: {wiped:,}")
     return "\n".join(f"- {note}" for note in notes)
 
 

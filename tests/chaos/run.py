@@ -59,7 +59,7 @@ class Plan:
     rate: float
     """Tasks per second."""
     only: tuple[str, ...] = ()
-    """Names of fault kinds; if empty, all that break no promise of the broker."""
+    """Names of fault kinds; if empty, all."""
 
     @property
     def longest_seconds(self) -> float:
@@ -198,7 +198,7 @@ def run(
         record = crew.fleet.record
         wait_until(lambda: all(map(occurrences_of(record).__contains__, range(COUNT))))
         strikes: dict[FaultKind, Strike] = place.faults | crew.faults
-        by_name = {kind.name: (kind, strikes[kind]) for kind in kinds}
+        by_name = {kind.name: strikes[kind] for kind in kinds}
         began = time()
         ends = began + plan.minutes * 60
         crew.produce(until=ends)
@@ -214,8 +214,7 @@ def run(
             pause(began + fault.at_seconds, "calm")
             if time() + fault.lasts_seconds > ends:
                 break  # earlier repairs took longer than planned
-            kind, strike = by_name[fault.kind]
-            struck.append(_happen(fault, kind, strike, pause))
+            struck.append(_happen(fault, by_name[fault.kind], pause))
         pause(ends, "calm")
         crew.wait_for_producers()
         sent = _read_notes(crew.notes_path)
@@ -236,7 +235,7 @@ def _chosen(place: Place, only: Sequence[str]) -> list[FaultKind]:
         raise UnknownFault(f"expected a fault out of {', '.join(by_name)}, got {unknown[0]!r}")
     if only:
         return [by_name[name] for name in only]
-    return [kind for kind in by_name.values() if not kind.on_request]
+    return list(by_name.values())
 
 
 def _kinds_of_crew(place: Place) -> tuple[FaultKind, FaultKind]:
@@ -247,22 +246,18 @@ def _kinds_of_crew(place: Place) -> tuple[FaultKind, FaultKind]:
     )
 
 
-def _happen(
-    fault: Fault, kind: FaultKind, strike: Strike, pause: Callable[[float, str], None]
-) -> Struck:
+def _happen(fault: Fault, strike: Strike, pause: Callable[[float, str], None]) -> Struck:
     began = time()
     with strike(fault.target) as target:
         pause(time() + fault.lasts_seconds, f"{fault.kind} ({target})")
-    return Struck(fault.kind, target, began, time(), wipes=kind.wipes)
+    return Struck(fault.kind, target, began, time())
 
 
 def _wait_for_all(
     sent: Sequence[Sent], struck: Sequence[Struck], crew: Crew, wait: Callable[[], None]
 ) -> None:
     """Wait until every task that has to run has run or is too late, and no more tasks are due."""
-    missing = {
-        task.id for task in sent if must_run(task, struck, patience_seconds=PATIENCE_SECONDS)
-    }
+    missing = {task.id for task in sent if must_run(task)}
     last_due_at = max((task.due_at for task in sent), default=time())
     deadline = max([last_due_at, *(fault.ended_at for fault in struck)]) + PATIENCE_SECONDS
     while missing and time() < deadline:

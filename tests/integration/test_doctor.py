@@ -10,17 +10,17 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from time import time
 from typing import Any
 
 import pytest
 from celery import Celery
 
-from celery_native_delay import install, redis_server, register_transports
+from celery_native_delay import install, register_transports
 from celery_native_delay.app.doctor import examine
 from celery_native_delay.finding import ADVICE, UNCHECKED, WRONG, Finding
 from celery_native_delay.store import database
-from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis, private_redis
+from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis
 from celery_native_delay.transports.redis.keys import RedisBrokerKeys
 from example_project.private_sqs import PrivateSqs
 from tests.brokers import in_ci, on_one_version
@@ -360,35 +360,17 @@ def test_a_producer_warns_that_no_dispatcher_runs(folder_url: str, project: Proj
 
 # ---- clocks ------------------------------------------------------------------------------------
 
-AN_HOUR_SECONDS = 3600
 
-
-@pytest.fixture(params=["redis", in_ci("filesystem-postgresql")])
-def declared_app(
-    request: pytest.FixtureRequest,
-) -> Iterator[tuple[Celery, ModuleType, str]]:
-    """An app, the module that reads the broker's clock, and the name of our clock in it."""
-    match request.param:
-        case "redis":
-            with private_redis(server="redis") as server:
-                yield app_on(server.url), redis_server, "time_ns"
-        case kind:
-            with running_broker(kind, pytest.fail) as broker_with_store:
-                app = app_on_store(broker_with_store.new_space())
-                app.send_task("shop.remind", countdown=600)
-                yield app, database, "time"
-
-
-def test_a_clock_that_is_an_hour_slow_is_found(
-    declared_app: tuple[Celery, ModuleType, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    app, module, clock = declared_app
-    assert [each for each in examine(app) if each.check == "clocks"] == []
-    ours = vars(module)[clock]
-    slow = AN_HOUR_SECONDS * (10**9 if clock == "time_ns" else 1)
-    monkeypatch.setattr(module, clock, lambda: ours() - slow)
-    found = the_wrong(app, "clocks")
-    assert re.search(r"clock is (59 min|1 h) .*ahead of this machine's", found.problem)
+@pytest.mark.ci
+def test_a_clock_that_is_an_hour_slow_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here a database's; tests/unit/test_redis_server.py has that of a Redis."""
+    with running_broker("filesystem-postgresql", pytest.fail) as broker:
+        app = app_on_store(broker.new_space())
+        app.send_task("shop.remind", countdown=600)
+        assert [each for each in examine(app) if each.check == "clocks"] == []
+        monkeypatch.setattr(database, "time", lambda: time() - 3600)
+        found = the_wrong(app, "clocks")
+        assert re.search(r"clock is (59 min|1 h) .*ahead of this machine's", found.problem)
 
 
 # ---- apps without install() --------------------------------------------------------------------

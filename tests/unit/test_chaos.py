@@ -54,7 +54,6 @@ def test_a_task_that_ran_once_and_on_time_has_no_verdict() -> None:
 
 
 OUTAGE = Struck("node-killed", "node 1", began_at=105, ended_at=200)
-WIPE = Struck("vhost-wiped", "vhost", began_at=105, ended_at=106, wipes=True)
 UNANSWERED = replace(SENT, confirmed_at=None)
 CANCELLED = replace(SENT, cancelling_at=104, cancelled_at=105)
 
@@ -91,10 +90,6 @@ CANCELLED = replace(SENT, cancelling_at=104, cancelled_at=105)
             [Verdict.LOST],
             id="its cancel was refused",
         ),
-        pytest.param(SENT, [], [WIPE], [Verdict.WIPED], id="it waited in a vhost that was wiped"),
-        pytest.param(
-            replace(SENT, sent_at=107, confirmed_at=107.1), [], [WIPE], [Verdict.LOST], id="later"
-        ),
     ],
 )
 def test_the_verdict_on_a_task(
@@ -102,8 +97,7 @@ def test_the_verdict_on_a_task(
 ) -> None:
     found = judged(task, *(replace(RAN, at=at) for at in runs), struck=tuple(struck))
     assert verdicts(found) == expected
-    wiped = Verdict.WIPED in expected
-    assert found.forbidden == ([] if wiped else list(found.findings))
+    assert found.forbidden == list(found.findings)
 
 
 def test_the_eta_of_the_message_counts_if_it_is_later() -> None:
@@ -124,7 +118,7 @@ def test_a_task_that_ran_twice_is_counted_and_not_forbidden() -> None:
     assert verdicts(found) == [Verdict.DOUBLED]
     assert found.forbidden == []
     assert found.reasons == {"unexplained": 1}
-    assert set(FORBIDDEN) == set(Verdict) - {Verdict.DOUBLED, Verdict.WIPED}
+    assert set(FORBIDDEN) == set(Verdict) - {Verdict.DOUBLED}
 
 
 @pytest.mark.parametrize(
@@ -175,7 +169,7 @@ def test_the_notes_of_a_producer_tell_which_tasks_must_run() -> None:
         ([confirmed, cancelling, note("not cancelled", 106, said="too late")], True),
     ):
         (task,) = read_notes([sending, *later])
-        assert must_run(task, [], patience_seconds=60) == must, later
+        assert must_run(task) == must, later
 
 
 # ---- steps of producers ------------------------------------------------------------------------
