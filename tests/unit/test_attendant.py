@@ -52,23 +52,22 @@ def outcomes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Part, dict[
     return put_back
 
 
-def test_only_the_task_whose_publish_failed_is_tried_again(outcomes: Any) -> None:
+@pytest.mark.parametrize(
+    ("answers", "published", "held"),
+    [
+        ({"b": [OSError("nacked")]}, "abcb", ""),
+        # It is kept in memory when the broker has not taken it three times.
+        ({"b": [OSError("nacked")] * 9, "c": [NativeDelayError("too long")]}, "abcbb", "bc"),
+        ({"a": [PublishRefused("too large")]}, "abc", "a"),  # which would repeat
+    ],
+)
+def test_only_the_task_whose_publish_failed_is_tried_again(
+    outcomes: Any, answers: dict[str, list[Exception | None]], published: str, held: str
+) -> None:
     """The others are in the broker; a second publish would run them twice."""
-    part, became = outcomes(b=[OSError("nacked")])
-    assert part.published == ["a", "b", "c", "b"]
-    assert became == {"a": "done", "b": "done", "c": "done"}
-
-
-def test_only_the_task_that_the_broker_never_takes_is_kept_in_memory(outcomes: Any) -> None:
-    part, became = outcomes(b=[OSError("nacked")] * 9, c=[NativeDelayError("too long")])
-    assert part.published == ["a", "b", "c", "b", "b"]
-    assert became == {"a": "done", "b": "held", "c": "held"}
-
-
-def test_a_refusal_that_repeats_is_not_tried_again(outcomes: Any) -> None:
-    part, became = outcomes(a=[PublishRefused("too large")])
-    assert part.published == ["a", "b", "c"]
-    assert became == {"a": "held", "b": "done", "c": "done"}
+    part, became = outcomes(**answers)
+    assert "".join(part.published) == published
+    assert became == {name: "held" if name in held else "done" for name in "abc"}
 
 
 def test_only_the_first_look_and_one_after_a_new_binding_skip_the_pause_of_all_workers(

@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import pytest
 from celery import Celery, signals
 from celery.app import base
+from kombu import Queue
 
 from celery_native_delay import Delay, KeyedResult, install
 from celery_native_delay.now import utc_now
@@ -61,14 +62,11 @@ def test_keyed_calls_send_plain_tasks(enabled: object) -> None:
 
 
 @both
-def test_celerys_own_delayed_delivery_is_on_again(
-    enabled: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_celerys_own_delayed_delivery_is_on_again(enabled: object) -> None:
     app = app_with(enabled)
-    original = base.detect_quorum_queues.native_delay_original
-    monkeypatch.setattr(original, "__code__", (lambda app, driver_type: (True, "orders")).__code__)
+    app.conf.task_queues = [Queue("orders", queue_arguments={"x-queue-type": "quorum"})]
     app.connection_for_write().close()
-    assert base.detect_quorum_queues(app, "py-amqp") == (True, "orders")
+    assert base.detect_quorum_queues(app, "amqp") == (True, "orders")
 
 
 @both

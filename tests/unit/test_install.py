@@ -259,22 +259,6 @@ def test_a_countdown_by_position_is_checked_and_passed_on() -> None:
         assert queue.get_nowait().headers["eta"]
 
 
-def test_a_function_set_on_the_app_before_install_still_makes_its_tasks() -> None:
-    app, made = plain_app(), []
-    make = app._task_from_fun
-
-    def noting(fun: Any, **options: Any) -> Any:
-        made.append(options["name"])
-        return make(fun, **options)
-
-    app._task_from_fun = noting
-
-    def task() -> None: ...
-
-    install(app).task(name="t", shared=False, lazy=False)(task)
-    assert made == ["t"]
-
-
 # ---- Flask's pattern -----------------------------------------------------------------------
 
 

@@ -54,11 +54,8 @@ def test_events_of_many_workers_add_up_by_queue() -> None:
     "event",
     [
         {},
-        {"queues": None},
         {"queues": {"emails": told(matured=1), "side": 3}},
         {"queues": {"emails": {"matured": -1}}},
-        {"queues": {"emails": {"matured": "1"}}},
-        {"queues": {"emails": {"late_1.0": {"x": 1}}}},
         {"queues": {"emails": {"late_us": float("nan")}}},
         {"queues": {"emails": {"late_us": 10**400}}},
         {"queues": {}, "rate_starts": {"shop.call_api": "many"}},

@@ -18,7 +18,7 @@ from celery.contrib.testing.worker import start_worker
 from celery_native_delay import install
 from celery_native_delay.durations import DAY_US
 from celery_native_delay.message import Delayed
-from celery_native_delay.worker import bootsteps, telemetry
+from celery_native_delay.worker import telemetry
 from celery_native_delay.worker.telemetry import (
     DailyFiles,
     waited,
@@ -62,17 +62,6 @@ def app_with_task(name: str, **settings: Any) -> Celery:
 def running(app: Celery) -> Any:
     """A worker in this process; tests/conftest.py keeps Celery from configuring its logging."""
     return start_worker(app, pool="solo", perform_ping_check=False)
-
-
-def test_signals_are_connected_only_if_telemetry_is_on(tmp_path: Path) -> None:
-    before = receivers()
-    for settings, more in (({}, 0), ({"telemetry": str(tmp_path)}, 1)):
-        step = bootsteps.NativeDelay(
-            SimpleNamespace(app=app_with_task("shop", **settings), hostname="w")
-        )
-        assert receivers() == [count + more for count in before]
-        step.shutdown(None)
-        assert receivers() == before
 
 
 def test_only_tasks_that_a_broker_delivered_to_this_app_are_written(tmp_path: Path) -> None:
