@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import pytest
 from celery import Celery
@@ -168,24 +167,25 @@ def test_an_entry_is_paused_resumed_and_run_with_the_keyboard(
 
 def test_the_rest_api_knows_entries_of_any_name(app: Celery, flower: FlowerProcess) -> None:
     def listed() -> dict[str, Any]:
-        answer = flower.json("/api/delays/schedules")
+        answer = flower.json("/delays/schedules/entries")
         return {entry["name"]: entry for entry in answer["entries"]}
 
     assert sorted(listed()) == sorted(ENTRIES)
     wait_until(lambda: listed()["late"]["late_seconds"] > 0)
     for name in (*STRANGE, "hourly-05"):
-        path = f"/api/delays/schedules/{{}}/{quote(name, safe='')}"
-        assert flower.json(path.format("pause"), {}) == {"name": name, "task_id": None}
+        body = {"name": name}
+        assert flower.json("/api/delays/schedules/pause", body) == body | {"task_id": None}
         assert entry_of(app, name).is_paused
-        assert flower.json("/api/delays/schedules/resume", {"name": name})["name"] == name
+        assert flower.json("/api/delays/schedules/resume", body)["name"] == name
         assert not entry_of(app, name).is_paused
-        assert flower.json(path.format("run-now"), {})["task_id"]
-    status, said = flower.ask("/api/delays/schedules/pause/other", {})
+        assert flower.json("/api/delays/schedules/run-now", body)["task_id"]
+    status, said = flower.ask("/api/delays/schedules/pause", {"name": "other"})
     assert status == 404
     assert "expected the name of a schedule entry, got 'other'" in said
     assert flower.ask("/api/delays/schedules/pause", {})[0] == 400
-    assert flower.ask("/api/delays/schedules/pause/late", {}, user="admin:wrong")[0] == 401
-    assert flower.ask("/api/delays/schedules", user="admin:wrong")[0] == 401
+    wrong = {"user": "admin:wrong"}
+    assert flower.ask("/api/delays/schedules/pause", {"name": "late"}, **wrong)[0] == 401
+    assert flower.ask("/delays/schedules/entries", **wrong)[0] == 401
 
 
 def test_an_entry_is_added_changed_and_removed(
@@ -241,7 +241,7 @@ def test_in_read_only_mode_nothing_can_be_changed(
         page.lists(len(ENTRIES))
         assert "Read-only mode" in page.text("#delays-closed")
         assert not chrome.find_elements(By.CSS_SELECTOR, "#schedules-page [data-change]")
-        assert flower.ask("/api/delays/schedules/pause/late", {})[0] == 403
+        assert flower.ask("/api/delays/schedules/pause", {"name": "late"})[0] == 403
         assert not entry_of(app, "late").is_paused
 
 
