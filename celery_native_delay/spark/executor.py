@@ -47,8 +47,7 @@ def sender(job: SendJob, kept: Sequence[str] = ()) -> Callable[[Batches], Batche
     """
 
     def send(batches: Batches) -> Batches:
-        context = TaskContext.get()
-        receipt = Receipt(context.partitionId(), context.taskAttemptId())
+        receipt = Receipt(TaskContext.get().partitionId())
         accepted: list[Any] = []
 
         def rows() -> Iterator[tuple[Any, ...]]:

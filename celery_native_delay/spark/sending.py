@@ -6,15 +6,11 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
-from pathlib import Path
 from time import monotonic, sleep, time_ns
 from typing import Any
-
-from pyspark import SparkFiles
 
 from ..app.runs import have_run
 from ..bulk.batch import Bulk
@@ -32,8 +28,6 @@ from ..now import moment
 from ..records.runs import RunRecord
 from ..records.waiting import RUN
 from .app import load_app
-from .live_counts import Reporter
-from .options import FanOutOptions
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +53,6 @@ class Receipt:
     """The numbers of sent and rejected rows of one partition, reported to the driver."""
 
     partition: int
-    attempt: int
-    """The id of the attempt of Spark's task, which no other attempt has."""
     rows: int = 0
     sent: int = 0
     confirmed: int = 0
@@ -89,56 +81,27 @@ class SendJob:
     """The largest number of Celery tasks per second on one connection; None is no limit."""
     once: bool = False
     """True if workers run each task a single time, even if Spark sends it twice."""
-    run: str | None = None
-    """The name of the run, whose state is stored; None if it is not."""
-    is_repeated: bool = False
-    """True if this is not the run's first try. Due tasks that ran are not sent again."""
-    moved_us: int = 0
-    """The time by which the tasks of the run were rescheduled."""
-    id: str = ""
-    """The id of the Spark job; each batch of a stream has its own id."""
-    driver: tuple[str, int] | None = None
-    """The host and port to which executors report counts; None if the driver does not listen."""
-
-    @classmethod
-    def of(
-        cls,
-        options: FanOutOptions,
-        run: RunRecord | None,
-        job_id: str,
-        max_rate: float | None = None,
-        driver: tuple[str, int] | None = None,
-    ) -> SendJob:
-        """Return the job that sends rows; *run* is the stored state of its run, if there is one."""
-        job = cls(options.app, options.task, max_rate, bool(options.once), id=job_id, driver=driver)
-        if run is None:
-            return job
-        once, again = options.once is not False, run.tries > 1
-        return replace(job, once=once, run=run.run_id, is_repeated=again, moved_us=run.moved_us)
+    run: RunRecord | None = None
+    """The stored state of the run; None if it is not stored."""
 
 
 def send_rows(rows: Iterable[tuple[Any, ...]], job: SendJob, receipt: Receipt) -> Iterator[Failure]:
     """Send encoded rows as Celery tasks; yield each Failure, and write the counts to *receipt*.
 
     An outage of the broker does not fail the Spark task, because Spark would send all rows again.
-    After a minute of outage, this executor sends no more rows of this job. For each row that was
-    not sent, this function yields a Failure with the outcome "unsent".
+    After a minute of outage, no more rows of this partition are sent. For each row that was not
+    sent, this function yields a Failure with the outcome "unsent".
     """
     started = monotonic()
     headers: dict[str, Any] = {ONCE: True} if job.once else {}
     if job.run is not None:
-        headers[RUN] = job.run
-    given_up = GivenUp(job.id)
-    receipt.broken = given_up.reason()
-    batch = Bulk(load_app(job.app), check=False, headers=headers)
-    reporter = Reporter(job.driver, job.id, receipt.partition, receipt.attempt)
+        headers[RUN] = job.run.run_id
     pace = Pace(job.max_rate)
     options: dict[Any, dict[str, Any]] = {}
     #: The broker's error by queue. Other rows of this queue are refused without asking the broker.
     error_of_queue: dict[str | None, str] = {}
-    with ExitStack() as stack:
-        stack.callback(reporter.end, batch)
-        stack.enter_context(batch)
+    moved_us = 0 if job.run is None else job.run.moved_us
+    with Bulk(load_app(job.app), check=False, headers=headers) as batch:
         for task_id, due_us, body, queue, priority, expires_us, error in _not_done(
             rows, job, receipt
         ):
@@ -160,14 +123,10 @@ def send_rows(rows: Iterable[tuple[Any, ...]], job: SendJob, receipt: Receipt) -
                 options[queue, priority] = sent_options
             if expires_us is not None:
                 sent_options = {**sent_options, "expires": _utc_text(expires_us)}
-            due_us += job.moved_us
+            due_us += moved_us
             eta = _utc_text(due_us)
             if eta > receipt.last_eta:  # as texts, because all have the same format
                 receipt.last_eta = eta
-            if reporter.report(batch):
-                receipt.broken = "the driver was interrupted"
-                given_up.note(receipt.broken)
-                break
             pace.wait()
             try:
                 batch.send(job.task, args, kwargs, eta=eta, task_id=task_id, **sent_options)
@@ -183,8 +142,6 @@ def send_rows(rows: Iterable[tuple[Any, ...]], job: SendJob, receipt: Receipt) -
                     yield Failure(task_id, "refused", error_text)
                 else:
                     receipt.broken = error_text
-                    if batch.has_given_up:
-                        given_up.note(error_text)
                     yield Failure(task_id, "unsent", error_text)
     result = batch.result
     for outcome, messages in (("refused", result.refused), ("in doubt", result.in_doubt)):
@@ -200,13 +157,14 @@ def _not_done(
     rows: Iterable[tuple[Any, ...]], job: SendJob, receipt: Receipt
 ) -> Iterator[tuple[Any, ...]]:
     """Yield the rows whose tasks have not run; count the others as done."""
-    if not (job.is_repeated and job.once):
+    run = job.run
+    if run is None or run.tries == 1 or not job.once:
         yield from rows
         return
     app, remaining = load_app(job.app), iter(rows)
     while some := list(islice(remaining, _LOOKED_AT)):
         now_us = time_ns() // 1000
-        due = [row[0] for row in some if row[-1] is None and row[1] + job.moved_us <= now_us]
+        due = [row[0] for row in some if row[-1] is None and row[1] + run.moved_us <= now_us]
         ran = have_run(app, job.task, due) if due else set()
         left = [row for row in some if row[0] not in ran]
         receipt.rows += len(some) - len(left)
@@ -237,30 +195,6 @@ def warn_of_late_sending(late: int, sent: int) -> None:
             late,
             sent,
         )
-
-
-class GivenUp:
-    """A file on an executor. If the file exists, later Spark tasks of the job send nothing.
-
-    The file contains the reason.
-    """
-
-    def __init__(self, job_id: str) -> None:
-        # Spark ends the Python process of a failed task, so memory would not keep the reason.
-        name = f"celery-native-delay-{job_id}.given-up"
-        self._path = Path(SparkFiles.getRootDirectory(), name) if job_id else None
-
-    def reason(self) -> str:
-        """Return why an earlier Spark task on this executor stopped sending; "" if none did."""
-        if self._path is not None:
-            with suppress(OSError):
-                return self._path.read_text()
-        return ""
-
-    def note(self, reason: str) -> None:
-        if self._path is not None:
-            with suppress(OSError):
-                self._path.write_text(reason)
 
 
 class Pace:

@@ -152,7 +152,7 @@ def test_a_missing_permission_is_tried_once_per_queue(
         (f"id-{n}", due_us, json.dumps([[n], {}]), ("plain", "vip")[n % 2], None, None, None)
         for n in range(20)
     ]
-    receipt = Receipt(0, 0)
+    receipt = Receipt(0)
     failures = list(send_rows(rows, SendJob(app, "shop.remind", None), receipt))
     assert [failure.task_id for failure in failures] == [row[0] for row in rows]
     assert {failure.outcome for failure in failures} == {"refused"}
