@@ -71,11 +71,11 @@ class ApiHandler(Errors, BaseApiHandler):
     def moment(self, body: dict[str, Any]) -> dict[str, Any]:
         """Return the new due time from the request.
 
-        ``countdown``, ``by`` and ``spread`` are durations, and ``eta`` is ISO 8601. ``when`` is
-        what a user writes: ``2 h`` from now, ``+2 h`` later than the task is due now,
+        ``countdown`` and ``by`` are durations, and ``eta`` is ISO 8601. ``when`` is what a user
+        writes: ``2 h`` from now, ``+2 h`` later than the task is due now,
         ``tomorrow 09:00`` or ISO 8601 in the app's time zone.
         """
-        names = ("countdown", "eta", "by", "spread", "when")
+        names = ("countdown", "eta", "by", "when")
         given = {name: body.get(name, self.get_argument(name, None)) for name in names}
         found = {name: value for name, value in given.items() if value is not None}
         when = str(found.pop("when", "")).strip()
@@ -83,7 +83,7 @@ class ApiHandler(Errors, BaseApiHandler):
             found["by"] = when
         elif when:
             found["eta"] = moment_of(when, datetime.now(self.capp.timezone))
-        for name in ("countdown", "by", "spread"):
+        for name in ("countdown", "by"):
             if name in found:
                 try:
                     found[name] = seconds_of(str(found[name]))
