@@ -203,14 +203,12 @@ class TopicChannel(StoreDelayingChannel):
     def _put_topic(
         self: Any, exchange: str, message: dict[str, Any], routing_key: str, **kwargs: Any
     ) -> None:
-        if not self.put_broadcast(exchange, message, routing_key):
-            super()._put_topic(exchange, message, routing_key, **kwargs)  # type: ignore[misc]
-
-    def put_due(self: Any, message: dict[str, Any], entry: StoreEntry) -> None:
-        if entry.queue is None and self.typeof(entry.exchange).type == "topic":
-            super()._put_topic(entry.exchange, message, entry.routing_key)  # type: ignore[misc]
-        else:
-            super().put_due(message, entry)
+        if self.stored_us(message, self.due_of(message)) is not None:
+            raise CannotDelay(
+                f"expected a delayed task on pgmq to go to a queue, got the topic exchange "
+                f"{exchange!r}: name its queue"
+            )
+        super()._put_topic(exchange, message, routing_key, **kwargs)  # type: ignore[misc]
 
 
 class DatabaseChannel(StoreDelayingChannel):

@@ -6,13 +6,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from threading import Thread
 from time import monotonic
+from types import SimpleNamespace
+from typing import Any
 from uuid import uuid4
 
 import pytest
 from kombu import Connection
 
-from celery_native_delay import delay_headers
-from celery_native_delay.transports.sql import transport_of
+from celery_native_delay import CannotDelay, DelaySettings, delay_headers
+from celery_native_delay.transports.sql import SqlDelays, transport_of
 from tests.waiting import PATIENCE_SECONDS
 
 
@@ -88,3 +90,14 @@ def test_a_file_that_a_producer_still_writes_is_not_consumed(
         message = queue.get(block=False)
         assert message.payload == "whole"
         message.ack()
+
+
+def test_a_delayed_message_to_a_topic_of_pgmq_is_refused(tmp_path: Path) -> None:
+    """PostgreSQL would find its queues at once."""
+    pytest.importorskip("kombu.transport.pgmq", reason="kombu before 5.7", exc_type=ImportError)
+    channel: Any = object.__new__(transport_of("pgmq").delaying_channel)
+    channel.connection = SimpleNamespace(store_url=lambda settings: f"sqlite:///{tmp_path}/s.db")
+    channel._delays = SqlDelays(channel, DelaySettings(store=f"sqlite:///{tmp_path}/s.db"))
+    message = {"headers": delay_headers(countdown=60) | {"task": "shop.remind"}, "properties": {}}
+    with pytest.raises(CannotDelay, match="name its queue"):
+        channel._put_topic("shop", message, "orders.new")
