@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from celery import Celery, Task
-from celery.app.amqp import AMQP
 from kombu import Producer
 from opentelemetry.instrumentation.celery import CeleryInstrumentor
 from opentelemetry.sdk.trace import TracerProvider
@@ -85,15 +84,6 @@ class Watching:
 
         return watching
 
-    def around_message(self, original: Any) -> Any:
-        @functools.wraps(original)
-        def watching(*args: Any, **options: Any) -> Any:
-            message = original(*args, **options)
-            message.headers.update(self.header(message.headers["id"]))
-            return message
-
-        return watching
-
     def around_publish(self, original: Any) -> Any:
         @functools.wraps(original)
         def watching(producer: Any, body: Any, *args: Any, **options: Any) -> Any:
@@ -118,7 +108,6 @@ def patched(url: str, owner: Any, name: str, how: str) -> Iterator[Watched]:
 WRAPPERS: list[tuple[Any, str, str]] = [
     (Task, "apply_async", "around"),
     (Celery, "send_task", "around"),
-    (AMQP, "as_task_v2", "around_message"),
     (Producer, "publish", "around_publish"),
 ]
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import sqlite3
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -333,28 +330,6 @@ def test_different_filesystem_folders_for_in_and_out_are_reported(folder_url: st
         connection.default_channel.transport_options["data_folder_out"] = "elsewhere"
         (said,) = connection.channel().worker_part(DelaySettings()).dangers()
         assert "due messages go to data_folder_out, elsewhere, and this" in said.problem
-
-
-def test_without_djangos_settings_a_delayed_task_says_so_and_an_immediate_one_is_sent(
-    tmp_path: Path,
-) -> None:
-    asked = """
-from celery import Celery
-from celery_native_delay import install
-app = install(Celery("shop", broker="memory://"), store="django")
-app.send_task("shop.remind")
-app.send_task("shop.remind", countdown=60)
-"""
-    environ = {name: text for name, text in os.environ.items() if name != "DJANGO_SETTINGS_MODULE"}
-    told = subprocess.run(
-        [sys.executable, "-c", asked], env=environ, cwd=tmp_path, capture_output=True, text=True
-    )
-    assert told.stderr.splitlines()[-1].startswith(
-        "celery_native_delay.errors.UnsupportedBroker: native_delay_store='django' needs Django's "
-        "settings: set DJANGO_SETTINGS_MODULE"
-    )
-    assert told.stderr.count("Traceback") == 2  # the delayed task, and what Django said
-    assert "line 6, in <module>" in told.stderr
 
 
 # ---- changes of waiting tasks -------------------------------------------------------------------
