@@ -159,6 +159,14 @@ def an_immediate_task_overtakes(stage: Stage) -> Iterator[float]:
 
 
 @scenario
+def queues(stage: Stage) -> Iterator[float]:
+    stage.send("second", units=2, queue="side")
+    stage.send("first", units=1)
+    stage.send("third", units=3, queue="side")
+    yield 0
+
+
+@scenario
 def bulk_sending(stage: Stage) -> Iterator[float]:
     with bulk(stage.app) as batch:
         for units in (3, 1, 2):

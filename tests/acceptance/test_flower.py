@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from threading import Event
 
 import pytest
 from celery import Celery
@@ -16,14 +14,12 @@ from selenium.common.exceptions import WebDriverException
 from selenium.webdriver import Keys
 from selenium.webdriver.common.by import By
 
-from celery_native_delay import Delay, StoreUnavailable, install
+from celery_native_delay import Delay
 from celery_native_delay.bulk import bulk
-from celery_native_delay.flower.asking import Asking
-from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis, private_redis
-from tests.acceptance.flower import DelaysPage, FlowerProcess, Flowers, browser, flowers_on
+from celery_native_delay.testing import PrivateRedis, private_redis
+from tests.acceptance.flower import DelaysPage, Flowers, browser, flowers_on
 from tests.acceptance.worker import Fleet, fleet_on
 from tests.brokers import on_one_version
-from tests.traffic import beside
 from tests.waiting import wait_until
 
 USER = "admin:secret"
@@ -306,15 +302,6 @@ def test_stock_flower_with_one_line_of_configuration_has_the_page(
     wait_until(metrics_tell)
 
 
-def test_an_unreachable_broker_is_reported() -> None:
-    asking = Asking(install(Celery("away", broker="redis://127.0.0.1:1/0", set_as_current=False)))
-    with pytest.raises(StoreUnavailable, match="cannot be used"):
-        asyncio.run(asking.admin(lambda part: part.status()))
-    with pytest.raises(StoreUnavailable, match="cannot be used"):
-        asyncio.run(asking.delay(lambda delay: delay.count()))
-    asking.stop()
-
-
 @on_one_version
 def test_on_rabbitmq_with_a_store_the_page_lists_tasks(
     vhost_url: str, store_redis: PrivateRedis, tmp_path: Path
@@ -366,71 +353,3 @@ def test_with_an_unreachable_store_the_page_says_why(vhost_url: str, tmp_path: P
                 page.lists(40)
                 page.wait(lambda: page.text("#delays-waiting") == "40")
                 assert not page.find("#delays-error").is_displayed()
-
-
-@pytest.mark.ci
-@on_one_version
-def test_flower_works_through_a_restart_of_rabbitmq(
-    mortal_rabbitmq: PrivateRabbitMQ, mortal_url: str, store_redis: PrivateRedis, tmp_path: Path
-) -> None:
-    """Flower answers promptly meanwhile, and afterwards lists, finds and changes waiting tasks."""
-    conf = {
-        "native_delay_store": store_redis.url,
-        "native_delay_management_url": mortal_rabbitmq.management_url,
-    }
-    with fleet_on(mortal_url, tmp_path, **conf) as fleet, flowers_on(fleet) as flowers:
-        ids = send(fleet.app())
-        flower = flowers.start(user=USER)
-
-        def delayed_in(flower: FlowerProcess) -> set[str]:
-            return {task["id"] for task in flower.json(f"/api/delays?limit={TASKS}")["tasks"]}
-
-        def total(search: str = "") -> int:
-            found: int = flower.json(f"/api/delays?limit=5&search={search}")["total"]
-            return found
-
-        with asked_all_the_time(flower) as answered:
-            wait_until(lambda: delayed_in(flower) == set(ids))
-            assert (total(), total("order-99")) == (TASKS, 11)
-            bars = flower.json("/delays/summary")["histogram"]
-            assert sum(count for *_, count in bars) == TASKS
-            gone = flower.json("/delays/ids?search=name:careful")["ids"]
-            done = flower.json("/api/delays/cancel", {"ids": gone})["outcomes"]
-            assert [each["verdict"] for each in done] == ["done"] * (TASKS // CAREFUL)
-            kept = set(ids) - set(gone)
-            wait_until(lambda: delayed_in(flower) == kept)
-
-            mortal_rabbitmq.kill()
-            wait_until(lambda: flower.ask("/delays/parked")[0] == 503)
-            so_far = len(answered)  # its loop waits for no broker
-            wait_until(lambda: len(answered) > so_far + 20)
-            mortal_rabbitmq.start()
-            wait_until(lambda: flower.ask("/delays/parked")[0] == 200)
-            assert total() == len(kept)
-            flower.json("/api/delays/reschedule?countdown=90000", {"ids": ["task-1"]})
-            flower.json("/api/delays/run-now", {"ids": ["task-2"]})
-            fleet.worker(pool="solo")
-            fleet.record.wait_for(task_id="task-2")
-        assert set(answered) == {200}
-        flower.stop()
-
-        flower = flowers.start(user=USER)
-        wait_until(lambda: delayed_in(flower) == kept - {"task-2"})
-        found = flower.json("/api/delays?search=id:task-1")["tasks"]
-        (task,) = [each for each in found if each["id"] == "task-1"]
-        assert datetime.fromisoformat(task["due"]) > datetime.now(UTC) + timedelta(hours=20)
-        assert {run.id for run in fleet.record.runs()} == {"task-2"}
-
-
-@contextmanager
-def asked_all_the_time(flower: FlowerProcess) -> Iterator[list[int]]:
-    """Ask Flower all the time for a page that needs no broker; collects the status codes."""
-    statuses: list[int] = []
-    over = Event()
-
-    def ask() -> None:
-        while not over.wait(0.02):
-            statuses.append(flower.ask("/healthcheck")[0])
-
-    with beside(ask, stop=over.set):
-        yield statuses
