@@ -109,6 +109,16 @@ def declare_for(method: str, app: Celery) -> None:
                 celerys_own.bind_queue_to_native_delayed_delivery_exchange(connection, queue)
 
 
+@contextmanager
+def sending(method: str, url: str, *, confirm: bool = False, **settings: Any) -> Iterator[Celery]:
+    """Yield an app from :func:`make_app` whose queues exist; close it after the block."""
+    app = make_app(method, url, confirm=confirm, **settings)
+    if url.startswith("amqp"):
+        declare_for(method, app)
+    yield app
+    app.close()
+
+
 def waiting_in(url: str) -> int:
     """Return the number of ready messages in the task queue."""
     with kombu.Connection(url) as connection:
