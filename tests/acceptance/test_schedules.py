@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from itertools import pairwise
@@ -17,16 +17,13 @@ import pytest
 
 from celery_native_delay import Delay
 from celery_native_delay.testing import (
-    PrivateRabbitMQ,
     PrivateRedis,
     private_redis,
     require_redis,
-    vhost_name,
 )
 from pytest_celery_native_delay import installed
 from tests.acceptance.worker import EARLY_SECONDS, FEW_LEVELS, REPOSITORY, Fleet, Run, fleet_on
-from tests.brokers import ON_SYSTEM, in_ci, installed_rabbitmq, on_one_version
-from tests.postgresql import private_postgresql
+from tests.brokers import ON_SYSTEM, in_ci, on_one_version
 from tests.sentinel import private_sentinel
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
@@ -47,7 +44,7 @@ KILLS = 3
 
 #: The three kinds of places that keep the state of entries.
 KINDS = pytest.mark.parametrize(
-    "fleet", ["redis", *map(in_ci, ("store", "rabbitmq-4.3-postgresql"))], indirect=True
+    "fleet", ["redis", *map(in_ci, ("filesystem", "rabbitmq-4.3-postgresql"))], indirect=True
 )
 
 
@@ -56,39 +53,14 @@ BOTH = pytest.mark.parametrize("fleet", ["redis", in_ci(f"{ON_SYSTEM.id}-redis")
 
 
 @pytest.fixture(params=["redis"])
-def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fleet]:
+def fleet(request: pytest.FixtureRequest, fleet_at: Callable[..., Fleet]) -> Fleet:
     conf: dict[str, Any] = {"native_delay_schedules": True}
-    match request.param.split("-"):
-        case ["redis"]:
-            redis: PrivateRedis = request.getfixturevalue("store_redis")
-            # Workers requeue the messages of a killed worker after 5 s.
-            restored = {f"unacked_restore_{name}": 1 for name in ("interval", "throttle")}
-            restored |= {"visibility_timeout": 5, "unacked_mutex_expire": 5}
-            conf["broker_transport_options"] = restored
-            with fleet_on(redis.url, tmp_path, **conf) as fleet:
-                yield fleet
-        case ["store"]:
-            (tmp_path / "queue").mkdir()
-            folders = {f"data_folder_{way}": str(tmp_path / "queue") for way in ("in", "out")}
-            conf |= {"broker_transport_options": folders | {"control_folder": str(tmp_path)}}
-            conf["native_delay_store"] = f"sqlite:///{tmp_path}/delays.db"
-            with fleet_on("filesystem://", tmp_path, **conf) as fleet:
-                yield fleet
-        case ["rabbitmq", version, kind]:
-            running = request.getfixturevalue("running_rabbitmq")
-            server: PrivateRabbitMQ = running(installed_rabbitmq(version))
-            url = server.new_vhost()
-            conf |= {"native_delay_levels": FEW_LEVELS}
-            if kind == "redis":
-                conf["native_delay_store"] = request.getfixturevalue("store_redis").url
-                with fleet_on(url, tmp_path, **conf) as fleet:
-                    yield fleet
-            else:
-                with private_postgresql() as postgresql:
-                    conf["native_delay_store"] = postgresql.new_database()
-                    with fleet_on(url, tmp_path, **conf) as fleet:
-                        yield fleet
-            server.delete_vhost(vhost_name(url))
+    if request.param == "redis":
+        # Workers requeue the messages of a killed worker after 5 s.
+        restored = {f"unacked_restore_{name}": 1 for name in ("interval", "throttle")}
+        restored |= {"visibility_timeout": 5, "unacked_mutex_expire": 5}
+        conf["broker_transport_options"] = restored
+    return fleet_at(request.param, **conf)
 
 
 @KINDS
