@@ -49,10 +49,8 @@ def fleet_at(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callabl
                     rabbitmq = running(installed_rabbitmq(version))
                     url = rabbitmq.new_vhost()
                     stack.callback(rabbitmq.delete_vhost, vhost_name(url))
-                    conf |= {
-                        "native_delay_levels": FEW_LEVELS,
-                        "native_delay_store": store_at(store),
-                    }
+                    conf["native_delay_store"] = store_at(store)
+                    conf.setdefault("native_delay_levels", FEW_LEVELS)
                 case ["redis"]:
                     url = store_at("redis")
                 case _:

@@ -43,6 +43,7 @@ def fleet(
     """Results are in another database of the Redis in which the tasks wait."""
     yield fleet_at(
         request.param,
+        native_delay_levels=16,  # two hours
         result_backend=store_redis.url.replace("/0", "/1"),
         # Without it, a result deleted after the server would try to unsubscribe for minutes.
         result_backend_transport_options={"retry_policy": {"max_retries": 1}},
