@@ -171,7 +171,7 @@ def pending(bench: Bench, count: int) -> Iterator[Pending]:
     with bench.redis() as redis, delaying(redis) as client, ExitStack() as stack:
         channel = client.default_channel
         delays, connection = channel.delays, channel.pool.make_connection()
-        rounds = Rounds(connection, delays.keys, version=delays.version)
+        rounds = Rounds(connection, delays.keys)
         stack.callback(rounds.close)
         rounds.connect()
         one = Pending(count, redis, delays.own, rounds)
