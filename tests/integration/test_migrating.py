@@ -497,6 +497,23 @@ def test_a_message_in_both_places_is_recognised_or_reported_as_doubtful(
 
 
 @on_one_version
+def test_from_redis_and_stores_a_message_in_both_places_is_reported(
+    app: Celery, store_redis: PrivateRedis, tmp_path: Path
+) -> None:
+    store = f"sqla+sqlite:///{tmp_path}/delays.db"
+    with an_app(store_redis.url) as redis_app, an_app(store) as store_app:
+        for number, other in enumerate((redis_app, store_app)):
+            send(other, number, 400, queue="reminders")
+            send(other, 7, 500, queue="reminders")
+            killed_in_the_middle(app, other.conf.broker_url)
+            (source,) = migrated(app, other.conf.broker_url)["sources"]
+            assert (source["moved"], source["doubtful"]) == (2, [f"order-{number}"])
+            assert Delay(other).count() == 0
+    ids = sorted(message.headers["id"] for message in in_levels(app))
+    assert ids == [f"order-{number}" for number in (0, 0, 1, 1, 7, 7)]
+
+
+@on_one_version
 def test_a_message_due_beyond_the_levels_is_refused_and_stays(
     app: Celery, store_redis: PrivateRedis
 ) -> None:
