@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 from kombu import Connection
 
+from celery_native_delay import DelaySettings
 from celery_native_delay.testing import PrivateRabbitMQ, vhost_name
 from celery_native_delay.transports.rabbitmq.inspection import verify
 from celery_native_delay.transports.rabbitmq.management import management_of
 from celery_native_delay.transports.rabbitmq.parking import rescue
+from celery_native_delay.transports.rabbitmq.topology import Topology
 from tests.brokers import in_turn, on_one_version
 from tests.integration.traffic import (
     SETTINGS,
@@ -213,6 +215,31 @@ def test_messages_for_a_deleted_queue_are_parked_while_others_are_on_time(
 
 
 # ---- namespaces and settings -------------------------------------------------------------------
+
+
+@on_one_version
+def test_two_namespaces_on_one_virtual_host_are_separate(vhost_url: str) -> None:
+    """Also what is parked and rescued; the default exchange knows no namespaces."""
+    with delaying(vhost_url, namespace="left") as left, delaying(vhost_url) as right:
+        for connection, own in ((left, "left"), (right, "right")):
+            declare_queue(connection, own)
+        for connection, own, other in ((left, "left", "right"), (right, "right", "left")):
+            publish(connection, own, own, delay=0.5)
+            publish(connection, f"for {other}", other, delay=1)
+            publish(connection, f"{own} astray", "nowhere", delay=0.5)
+        with inbox(vhost_url, "left", "right") as letters:
+            came = Counter((each.queue, each.body) for each in letters.wait_for(4))
+        parked = [
+            (left, Topology(DelaySettings.from_mapping(SETTINGS | {"namespace": "left"}))),
+            (right, TOPOLOGY),
+        ]
+        wait_until(lambda: [parked_count(*each) for each in parked] == [1, 1])
+        assert came == Counter((q, body) for q in ("left", "right") for body in (q, f"for {q}"))
+        declare_queue(left, "nowhere")
+        rescue(delays_of(left))
+        with inbox(vhost_url, "nowhere") as letters:
+            assert bodies(letters.wait_for(1)) == ["left astray"]
+        assert [parked_count(*each) for each in parked] == [0, 1]
 
 
 @on_one_version

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from amqp.exceptions import (
+    AccessRefused,
     InternalError,
     MessageNacked,
     NotFound,
@@ -21,6 +22,7 @@ from celery_native_delay import (
     CannotDelay,
     DelayTooLong,
     NotConfirmed,
+    NotPermitted,
     PublishRefused,
     TopologyMismatch,
 )
@@ -42,6 +44,7 @@ from tests.integration.traffic import (
     declare_queue,
     delaying,
     delays_of,
+    delete_levels,
     depth,
     inbox,
     parked_count,
@@ -207,6 +210,26 @@ def test_a_message_that_becomes_due_during_a_retry_is_confirmed(
     assert isinstance(raised.value.__cause__, MessageNacked)
 
 
+@on_one_version
+def test_deleted_levels_are_declared_again_by_the_next_publish(
+    connection: Any, vhost_url: str, rabbitmq: PrivateRabbitMQ
+) -> None:
+    """With the bindings that the connection knows."""
+    declare_exchange(connection, "shop", "topic")
+    declare_queue(connection, "orders")
+    bind(connection, "orders", "shop", "order.#")
+    publish(connection, "before", "order.new", exchange="shop", delay=0.1)
+    assert bodies(arrives(vhost_url, "orders")) == ["before"]
+
+    delete_levels(rabbitmq, vhost_url)
+    publish(connection, "after", "order.new", exchange="shop", delay=3)
+    publish(connection, "by name", "orders", delay=3)
+    came = arrives(vhost_url, "orders", 2)
+    assert sorted(bodies(came)) == ["after", "by name"]
+    for arrival in came:
+        assert_on_time(arrival)
+
+
 # ---- refusals --------------------------------------------------------------------------------
 
 
@@ -260,7 +283,49 @@ def test_a_publish_names_a_level_queue_with_another_ttl(vhost_url: str) -> None:
     connection.release()
 
 
+def test_a_user_without_configure_permission(
+    rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str
+) -> None:
+    """Delayed publishes are refused until another user has declared the levels."""
+    limited_url = rabbitmq.add_user(f"limited-{vhost}", "secret", configure="^q.*", vhost=vhost)
+    with delaying(limited_url) as connection:
+        connection.default_channel.queue_declare("q.orders", durable=True, auto_delete=False)
+        with pytest.raises(NotPermitted, match=r"configure.*delay declare"):
+            publish(connection, "refused", "q.orders", delay=1)
+        with pytest.raises(AccessRefused), connection.channel() as channel:
+            channel.queue_declare("other", durable=True, auto_delete=False)
+        publish(connection, "immediate", "q.orders")
+        with delaying(vhost_url) as admin:
+            delays_of(admin).prepare()
+        publish(connection, "later", "q.orders", delay=0.5)
+        came = arrives(vhost_url, "q.orders", 2)
+        assert bodies(came) == ["immediate", "later"]
+        assert_on_time(came[1])
+
+
 # ---- destinations ----------------------------------------------------------------------------
+
+
+@on_one_version
+@pytest.mark.parametrize(
+    "key", ["k" * 255, "é" * 127 + "k", "%" * 100], ids=["ascii", "unicode", "escaped"]
+)
+@pytest.mark.parametrize("kind", ["direct", "topic"])
+def test_a_long_routing_key(connection: Any, vhost_url: str, kind: str, key: str) -> None:
+    """A long key travels as a hash, or, for a topic exchange, by its landing queue."""
+    declare_exchange(connection, "shop", kind)
+    declare_queue(connection, "right")
+    declare_queue(connection, "wrong")
+    bind(connection, "right", "shop", key)
+    bind(connection, "wrong", "shop", key[:-1])
+    with delaying(vhost_url) as producer:
+        publish(producer, "one", key, exchange="shop", delay=0.5)
+    publish(connection, "two", key, exchange="shop", delay=0.5)
+
+    letters = Inbox(connection).consume(["right", "wrong"])
+    came = letters.wait_for(2)
+    assert {(a.queue, a.body) for a in came} == {("right", "one"), ("right", "two")}
+    assert {a.message.delivery_info["routing_key"] for a in came} == {key}
 
 
 @on_one_version

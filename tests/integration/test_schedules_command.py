@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from time import time
@@ -12,6 +13,7 @@ import pytest
 from celery import Celery, Task
 from celery.contrib.testing.worker import start_worker
 from celery.schedules import BaseSchedule, crontab
+from celery.signals import before_task_publish
 
 from celery_native_delay import Delay, SettingsError, install
 from celery_native_delay.app.doctor import examine
@@ -290,6 +292,32 @@ def test_an_entry_that_cannot_run_is_a_row_with_a_reason_and_leaves_the_others(
     rows = {line.split()[0]: line for line in shop.lines("schedules")}
     assert rows["zero"].endswith("expected an interval above 0 s, got 0 s 0 code")
     assert "shop.report every 1 d 20" in rows["nightly"]
+
+
+@on_redis
+@pytest.mark.parametrize("place", ["decorator", "annotations"])
+def test_an_expiry_of_the_task_counts_from_the_time_of_the_schedule(
+    empty_redis: PrivateRedis, place: str
+) -> None:
+    sent: list[dict[str, Any]] = []
+
+    def note(headers: dict[str, Any], **_: Any) -> None:
+        sent.append(headers)
+
+    entry = {"task": "shop.report", "schedule": 86_400.0, "options": {"countdown": 900}}
+    with app_on(empty_redis.url, beat_schedule={"nightly": entry}) as app:
+        if place == "decorator":
+            app.task(no_work, name="shop.report", expires=600)
+        else:
+            app.conf.task_annotations = {"shop.report": {"expires": 600}}
+            app.task(no_work, name="shop.report")
+        before_task_publish.connect(note)  # which refers to it weakly
+        Schedules(app).publish()
+        (nightly,) = Delay(app).schedules()
+    assert nightly.next_due is not None
+    (headers,) = sent
+    expires = datetime.fromisoformat(headers["expires"])
+    assert (expires - nightly.next_due).total_seconds() == pytest.approx(600 - 900, abs=0.1)
 
 
 def no_work() -> None:
