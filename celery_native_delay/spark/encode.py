@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta
 from enum import Enum
 from typing import Any
@@ -74,8 +74,16 @@ def encoded(
     schema = t.StructType([t.StructField(name, types[name]) for name in keep])
     for name in SENT_COLUMNS:
         schema.add(name, t.LongType() if name in _LONGS else t.StringType())
-    encode = _batch_encoder(encoder, options.run_id, keep)
     kept = [f.col(name).alias(f"kept_{name}") for name in keep]  # another column may be so named
+    run_id, names, first = options.run_id, [*keep, *SENT_COLUMNS], len(keep)
+
+    def encode(batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            rows = encoder.rows(batch.columns[first:], run_id)
+            made = [*zip(*rows, strict=True)] or [()] * len(SENT_COLUMNS)
+            arrays = [pa.array(one, kind) for one, kind in zip(made, _ARROW_TYPES, strict=True)]
+            yield pa.RecordBatch.from_arrays([*batch.columns[:first], *arrays], names=names)
+
     return frame.select(*kept, *encoder.slot_names).mapInArrow(encode, schema)
 
 
@@ -270,23 +278,6 @@ def _plain(value: Any, kind: Any) -> Any:
         case t.FloatType():
             return float(str(np.float32(value)))
     return value
-
-
-def _batch_encoder(
-    encoder: Encoder, run_id: str, keep: Sequence[str]
-) -> Callable[[Iterator[Any]], Iterator[Any]]:
-    """Return a mapInArrow() function that encodes rows and copies the columns *keep*."""
-    kept = len(keep)
-
-    def encode(batches: Iterator[Any]) -> Iterator[Any]:
-        for batch in batches:
-            columns = batch.columns[kept:]
-            made = [*zip(*encoder.rows(columns, run_id), strict=True)] or [()] * len(SENT_COLUMNS)
-            arrays = [pa.array(one, kind) for one, kind in zip(made, _ARROW_TYPES, strict=True)]
-            whole = [*batch.columns[:kept], *arrays]
-            yield pa.RecordBatch.from_arrays(whole, names=[*keep, *SENT_COLUMNS])
-
-    return encode
 
 
 def _check_exists(df: Any, slot: Slot) -> None:

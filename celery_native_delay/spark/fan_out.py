@@ -25,10 +25,19 @@ from ..errors import FanOutFailed, InvalidFanOut, NativeDelayError, StoreUnavail
 from ..now import moment
 from . import encode
 from .app import AppFacts, describe, on_app
-from .executor import ANSWERS, LEDGER_COLUMNS, answers_of, asker, sender
 from .options import FanOutKeywords, FanOutOptions
 from .plan import Plan, make_plan
-from .sending import Failure, Receipt, SendJob, warn_of_late_sending
+from .sending import (
+    ANSWERS,
+    LEDGER_COLUMNS,
+    Failure,
+    Receipt,
+    SendJob,
+    answers_of,
+    asker,
+    sender,
+    warn_of_late_sending,
+)
 
 logger = logging.getLogger(__name__)
 
