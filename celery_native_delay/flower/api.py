@@ -18,7 +18,7 @@ from ..app.delay import Delay, listed
 from ..app.holds import TAKEN_UP_SECONDS
 from ..app.runs import Run
 from ..durations import moment_of, seconds_of
-from ..errors import InvalidDueTime, InvalidQuery
+from ..errors import InvalidQuery
 from ..records.waiting import Outcome
 from ..transports.interface import AdminPart
 from .pages import Errors, long_json
@@ -69,27 +69,17 @@ class ApiHandler(Errors, BaseApiHandler):
             raise web.HTTPError(403, "Read only mode is enabled")
 
     def moment(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Return the new due time from the request.
+        """Return the new due time that a user has written in ``when``.
 
-        ``countdown`` and ``by`` are durations, and ``eta`` is ISO 8601. ``when`` is what a user
-        writes: ``2 h`` from now, ``+2 h`` later than the task is due now,
-        ``tomorrow 09:00`` or ISO 8601 in the app's time zone.
+        It is ``2 h`` from now, ``+2 h`` later than each task is due now, ``tomorrow 09:00`` or ISO
+        8601 in the app's time zone.
         """
-        names = ("countdown", "eta", "by", "when")
-        given = {name: body.get(name, self.get_argument(name, None)) for name in names}
-        found = {name: value for name, value in given.items() if value is not None}
-        when = str(found.pop("when", "")).strip()
+        when = str(body.get("when") or "").strip()
+        if not when:
+            raise web.HTTPError(400, "expected when, such as 2 h, +2 h or tomorrow 09:00")
         if when.startswith(("+", "-")):
-            found["by"] = when
-        elif when:
-            found["eta"] = moment_of(when, datetime.now(self.capp.timezone))
-        for name in ("countdown", "by"):
-            if name in found:
-                try:
-                    found[name] = seconds_of(str(found[name]))
-                except InvalidDueTime as exc:
-                    raise InvalidDueTime(f"{name}: {exc}") from exc
-        return found
+            return {"by": seconds_of(when)}
+        return {"eta": moment_of(when, datetime.now(self.capp.timezone))}
 
     def body(self) -> dict[str, Any]:
         """Return the JSON object in the request, or {} if the body is not JSON."""
@@ -178,18 +168,18 @@ class ChangeRun(ApiHandler):
         """
         self.changes()
         body = self.body()
-        by: Any = self.moment({"by": body.get("by") or None}).get("by")
-        if not isinstance(body.get("run"), str) or (by is None) is (verb == "reschedule"):
-            raise web.HTTPError(
-                400, "expected the name of a run, and to reschedule it by, as in 2h"
-            )
+        if not isinstance(body.get("run"), str):
+            raise web.HTTPError(400, "expected the name of a run")
+        if verb == "reschedule" and not body.get("by"):
+            raise web.HTTPError(400, "expected by, to reschedule it by, as in 2h")
+        by_seconds = seconds_of(str(body["by"])) if verb == "reschedule" else 0.0
         run = Run(body["run"], app=self.capp)
 
         def change(_: Delay) -> str:
             if verb == "cancel":
                 run.cancel()
                 return f"run {run.run_id} is cancelled"
-            return f"{run.reschedule(by=by):,} task(s) moved"
+            return f"{run.reschedule(by=by_seconds):,} task(s) moved"
 
         message = await self.begun(change)
         self.application.delays_runs, self.application.count_runs_at = None, 0.0

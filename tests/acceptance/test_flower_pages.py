@@ -252,7 +252,7 @@ def test_the_page_counts_moves_and_cancels_runs(
     page.wait(lambda: page.dialog_is_open() and page.focus("id") == "runs-by")
     page.find("#runs-by").send_keys("soon")
     page.click("#runs-yes")
-    page.wait(lambda: "by: expected" in page.text("#runs-wrong"))
+    page.wait(lambda: "expected a duration" in page.text("#runs-wrong"))
     page.find("#runs-by").clear()
     page.find("#runs-by").send_keys("1 h")
     page.click("#runs-yes")
