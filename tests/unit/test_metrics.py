@@ -13,8 +13,7 @@ import pytest
 from celery_native_delay.app.schedules import Scheduled
 from celery_native_delay.cli.rates import shown
 from celery_native_delay.metrics.collector import DelayCollector
-from celery_native_delay.metrics.listening import Counts
-from celery_native_delay.metrics.polling import Reading
+from celery_native_delay.metrics.threads import Counts, Reading
 from celery_native_delay.rates.line import RateLine
 from celery_native_delay.transports.interface import Backlog
 from celery_native_delay.worker.tally import BOUNDS, bucket, count_start
