@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -330,6 +332,30 @@ def test_different_filesystem_folders_for_in_and_out_are_reported(folder_url: st
         connection.default_channel.transport_options["data_folder_out"] = "elsewhere"
         (said,) = connection.channel().worker_part(DelaySettings()).dangers()
         assert "due messages go to data_folder_out, elsewhere, and this" in said.problem
+
+
+def test_without_sqlalchemy_a_delayed_publish_names_the_extra() -> None:
+    code = """
+import sys
+sys.modules["sqlalchemy"] = None
+from kombu import Connection, Exchange, Queue
+from celery_native_delay import DelaySettings, UnsupportedBroker, delay_headers
+settings = {"store": "sqlite:////tmp/never.db"}
+with Connection("memory://", transport_options={"native_delay": settings}) as connection:
+    producer = connection.Producer()
+    producer.publish("now", routing_key="jobs")
+    assert connection.default_channel._size("jobs") == 1
+    for ask in (
+        lambda: producer.publish("later", routing_key="jobs", headers=delay_headers(countdown=5)),
+        lambda: connection.default_channel.worker_part(DelaySettings(**settings)),
+    ):
+        try:
+            ask()
+        except UnsupportedBroker as exc:
+            print(exc)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.count("pip install 'celery_native_delay[sql]'") == 2
 
 
 # ---- changes of waiting tasks -------------------------------------------------------------------
