@@ -9,12 +9,15 @@ the subclass behaves exactly like kombu's transport.
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
+from heapq import nsmallest
 from pathlib import Path
+from queue import Empty
 from threading import Event
-from time import monotonic
+from time import monotonic, time
 from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
@@ -45,6 +48,12 @@ from .virtual.moving import StoreSource, VirtualMovingPart
 
 #: Error numbers that mean that the queue's name is wrong, if the folder exists.
 _BY_NAME = (errno.ENOENT, errno.ENOTDIR, errno.EINVAL, errno.ENAMETOOLONG)
+
+#: An incomplete file of this age is left by a producer that has died.
+_WRITING_SECONDS = 10.0
+
+#: More than the next file, because other consumers may take that one in the meantime.
+_LOOKED_AT = 10
 
 
 class SqlDelays(VirtualDelays):
@@ -171,11 +180,11 @@ class StoreDelayingTransport(DelayingTransport):
 
 
 class FolderChannel(StoreDelayingChannel):
-    """A mixin for kombu's filesystem channel: it writes only complete message files.
+    """A mixin for kombu's filesystem channel: it writes and reads only complete message files.
 
     kombu creates each file under the final name. A consumer that reads the file too early gets an
     empty file, loses the message, and ends. So this package writes under another name, and then
-    renames the file.
+    renames the file. Its consumers wait for the files that kombu itself writes.
     https://github.com/celery/kombu/blob/v5.5.0/kombu/transport/filesystem.py#L238
     """
 
@@ -195,6 +204,11 @@ class FolderChannel(StoreDelayingChannel):
             put_file(self, queue, dumps(message))
         except OSError as exc:
             raise ChannelError(f"Cannot add a file for {queue!r} to directory: {exc}") from exc
+
+    def _get(self, queue: str, **kwargs: Any) -> Any:
+        if is_next_unfinished(self, queue):
+            raise Empty
+        return super()._get(queue, **kwargs)  # type: ignore[misc]
 
 
 class TopicChannel(StoreDelayingChannel):
@@ -289,6 +303,23 @@ def transport_of(alias: str) -> type[virtual.Transport]:
 def is_folder(channel: Any) -> bool:
     """Return True if *channel* is a channel of kombu's filesystem transport."""
     return hasattr(channel, "data_folder_out")
+
+
+def is_next_unfinished(channel: Any, queue: str) -> bool:
+    """Return True if a producer without this package still writes the queue's next message."""
+    with os.scandir(channel.data_folder_in) as found:
+        files = {each.name: each.path for each in found if each.name.endswith(f".{queue}.msg")}
+    return any(_is_unfinished(files[name]) for name in nsmallest(_LOOKED_AT, files))
+
+
+def _is_unfinished(path: str) -> bool:
+    try:
+        with Path(path).open("rb") as file:
+            found = os.fstat(file.fileno())
+            file.seek(max(found.st_size - 1, 0))
+            return file.read() != b"}" and time() - found.st_mtime < _WRITING_SECONDS
+    except OSError:
+        return False  # another consumer has taken the message
 
 
 def put_file(channel: Any, queue: str, envelope: str) -> None:

@@ -101,3 +101,27 @@ def test_a_delayed_message_to_a_topic_of_pgmq_is_refused(tmp_path: Path) -> None
     message = {"headers": delay_headers(countdown=60) | {"task": "shop.remind"}, "properties": {}}
     with pytest.raises(CannotDelay, match="name its queue"):
         channel._put_topic("shop", message, "orders.new")
+
+
+def test_a_file_that_a_producer_without_this_package_still_writes_waits(tmp_path: Path) -> None:
+    """kombu's own consumer would end with JSONDecodeError, and lose the message."""
+    options = {
+        "native_delay": True,
+        "data_folder_in": str(tmp_path),
+        "data_folder_out": str(tmp_path),
+        "control_folder": str(tmp_path / "control"),
+    }
+    ours = transport_of("filesystem")
+    with Connection("filesystem://", transport=ours, transport_options=options) as connection:
+        queue = connection.SimpleQueue(f"orders-{uuid4()}")
+        queue.put("whole")
+        (path,) = tmp_path.glob("*.msg")
+        whole = path.read_bytes()
+        for part in (b"", whole[:20]):
+            path.write_bytes(part)
+            with pytest.raises(queue.Empty):
+                queue.get(block=False)
+        path.write_bytes(whole)
+        message = queue.get(block=False)
+        assert message.payload == "whole"
+        message.ack()
