@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import partial
 from time import perf_counter_ns
 from typing import Any
@@ -12,7 +12,7 @@ import redis
 from celery import Celery
 from matplotlib.figure import Figure
 
-from benchmarks.apps import OTHER_TASK, TASK, declare_for, make_app, running_worker
+from benchmarks.apps import OTHER_TASK, TASK, running_worker, sending
 from benchmarks.charts import bars
 from benchmarks.measuring import Bench, Result, Target, median, percentile
 from celery_native_delay import Delay, Rate
@@ -251,17 +251,6 @@ def others_per_second(
 
 def database(server: PrivateRedis, number: int) -> str:
     return f"redis://127.0.0.1:{server.port}/{number}"
-
-
-@contextmanager
-def sending(method: str, url: str) -> Iterator[Celery]:
-    app = make_app(method, url)
-    try:
-        if url.startswith("amqp"):
-            declare_for(method, app)
-        yield app
-    finally:
-        app.close()
 
 
 def send(app: Celery, task: str, count: int, *, first: int = 0) -> None:
