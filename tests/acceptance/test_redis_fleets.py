@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,7 +14,7 @@ import pytest
 from celery_native_delay.testing import private_redis, require_redis
 from celery_native_delay.testing.processes import claim_ports, port_of
 from pytest_celery_native_delay import installed
-from tests.acceptance.worker import REPOSITORY, Fleet, fleet_on
+from tests.acceptance.worker import Fleet, fleet_on
 from tests.conformance.brokers import options_of, running_broker
 from tests.waiting import PATIENCE_SECONDS
 
@@ -79,42 +77,18 @@ def test_a_killed_worker_does_not_affect_waiting_tasks(fleet: Fleet) -> None:
 # ---- mixed fleets ------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def promote(fleet: Fleet) -> Iterator[subprocess.Popen[str]]:
-    """Run ``celery delay promote`` in a separate process."""
-    process = subprocess.Popen(
-        [
-            *f"{sys.executable} -m celery -A tests.acceptance.apps.installed".split(),
-            *("delay", "promote"),
-        ],
-        cwd=REPOSITORY,
-        env=fleet.environment(),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert "promoting" in process.stdout.readline()
-    yield process
-    process.kill()
-    process.wait(PATIENCE_SECONDS)
-    process.stdout.close()
-
-
 @pytest.mark.ci
-def test_a_plain_worker_runs_tasks_that_another_process_promotes(
-    fleet: Fleet, promote: subprocess.Popen[str]
-) -> None:
+def test_a_plain_worker_runs_tasks_that_another_process_promotes(fleet: Fleet) -> None:
+    promote = fleet.command("delay", "promote")
+    promote.wait_for_log("promoting")
     fleet.worker(installed=False)
     before = time()
     result = fleet.app().tasks["again"].apply_async((1, 0.3), countdown=1.5)
     runs = fleet.record.wait_for(2, task_id=result.id)
     runs[0].assert_on_time(before + 1.5, time())
-    promote.send_signal(signal.SIGINT)
-    assert promote.wait(PATIENCE_SECONDS) == 0
-    assert promote.stdout is not None
-    assert promote.stdout.read().splitlines()[-1] == "1 message(s) promoted, 0 parked"
+    promote.process.send_signal(signal.SIGINT)
+    assert promote.process.wait(PATIENCE_SECONDS) == 0
+    assert promote.log.splitlines()[-1] == "1 message(s) promoted, 0 parked"
 
 
 # ---- messages at the start of a worker ---------------------------------------------------------

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +19,7 @@ from celery_native_delay.testing import (
     require_redis,
 )
 from pytest_celery_native_delay import installed
-from tests.acceptance.worker import EARLY_SECONDS, FEW_LEVELS, REPOSITORY, Fleet, Run, fleet_on
+from tests.acceptance.worker import EARLY_SECONDS, FEW_LEVELS, Fleet, Run, fleet_on
 from tests.brokers import ON_SYSTEM, in_ci, on_one_version
 from tests.sentinel import private_sentinel
 from tests.waiting import PATIENCE_SECONDS, wait_until
@@ -167,23 +164,11 @@ def test_an_entry_can_be_paused_resumed_and_run_now(fleet: Fleet) -> None:
 
 def test_a_beat_that_is_started_by_mistake_sends_nothing(fleet: Fleet) -> None:
     entries = {"tick": {"task": "note", "schedule": 0.5, "args": ["tick"]}}
-    log = fleet.folder / "beat.log"
-    with log.open("wb") as output:
-        app_of_workers = ["celery", "-A", "tests.acceptance.apps.installed"]
-        schedule = ["--schedule", str(fleet.folder / "beat.db"), "--pidfile="]
-        beat = subprocess.Popen(
-            [sys.executable, "-m", *app_of_workers, "beat", *schedule],
-            cwd=REPOSITORY,
-            env=fleet.environment(beat_schedule=entries),
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-    try:
-        wait_until(lambda: "this beat sends nothing" in log.read_text())
-    finally:
-        beat.terminate()
-        beat.wait(PATIENCE_SECONDS)
-    assert "Sending due task" not in log.read_text()
+    files = [f"--schedule={fleet.folder}/beat.db", "--pidfile="]
+    beat = fleet.command("beat", *files, beat_schedule=entries)
+    beat.wait_for_log("this beat sends nothing")
+    beat.stop()
+    assert not beat.log_lines("Sending due task")
 
 
 @BOTH
@@ -260,8 +245,10 @@ def test_two_plain_beats_of_the_same_entries_are_noticed(fleet: Fleet) -> None:
     fleet.record.wait_for(1)
     assert schedules.beat() is None
     fleet.worker(installed=False)
-    with plain_beat(fleet, "one"), plain_beat(fleet, "two"):
-        wait_until(lambda: schedules.beat() == "note")
+    for name in ("one", "two"):
+        files = [f"--schedule={fleet.folder}/{name}", "--pidfile="]
+        fleet.command("beat", *files, installed=False, beat_schedule=TICKS)
+    wait_until(lambda: schedules.beat() == "note")
 
 
 @pytest.mark.ci
@@ -344,18 +331,3 @@ def wait_for_all_ticks(fleet: Fleet) -> list[Run]:
 
     wait_until(all_ran)
     return fleet.record.runs()
-
-
-@contextmanager
-def plain_beat(fleet: Fleet, name: str) -> Iterator[None]:
-    files = [f"--schedule={fleet.folder / name}", "--pidfile="]
-    beat = subprocess.Popen(
-        [sys.executable, "-m", "celery", "-A", "tests.acceptance.apps.plain", "beat", *files],
-        cwd=REPOSITORY,
-        env=fleet.environment(beat_schedule=TICKS),
-    )
-    try:
-        yield
-    finally:
-        beat.terminate()
-        beat.wait(PATIENCE_SECONDS)

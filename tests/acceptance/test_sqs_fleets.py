@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import closing
 from datetime import datetime
@@ -20,7 +18,7 @@ import pytest
 
 from example_project.private_sqs import private_sqs, require_sqs
 from pytest_celery_native_delay import installed
-from tests.acceptance.worker import REPOSITORY, Fleet, Worker, fleet_on
+from tests.acceptance.worker import Fleet, Worker, fleet_on
 from tests.proxy import Proxy
 
 pytestmark = pytest.mark.ci
@@ -47,28 +45,16 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 
 @pytest.fixture(scope="module")
-def workers(fleet: Fleet) -> Iterator[dict[str, Worker]]:
+def workers(fleet: Fleet) -> dict[str, Worker]:
     """Three workers: with a relay, without a relay, and with the relay in a separate process."""
     started = {
         name: fleet.worker(queues=name, installed=name == "installed", name=name, wait=False)
         for name in RECEIVERS
     }
-    command = [sys.executable, "-m", "celery", "-A", "tests.acceptance.apps.installed", "delay"]
-    with subprocess.Popen(
-        [*command, "promote", "-Q", "relayed"],
-        cwd=REPOSITORY,
-        env=fleet.environment(),
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as relay:
-        try:
-            assert relay.stdout is not None
-            assert "relayed-delay.fifo" in relay.stdout.readline()
-            for worker in started.values():
-                worker.wait_ready()
-            yield started
-        finally:
-            relay.terminate()
+    fleet.command("delay", "promote", "-Q", "relayed").wait_for_log("relayed-delay.fifo")
+    for worker in started.values():
+        worker.wait_ready()
+    return started
 
 
 def time_of(line: str) -> float:

@@ -284,19 +284,6 @@ def published(fleet: Fleet, number: int) -> str | None:
         return None
 
 
-@on_one_version
-def test_a_task_that_ran_is_not_overdue_after_an_outage(fleet: Fleet, place: Place) -> None:
-    """So run-now has nothing to run a second time."""
-    fleet.worker()
-    ids = [later(fleet, number, 1 + number / 10) for number in range(10)]
-    fleet.record.wait_for(1)
-    place.restart()
-    fleet.record.wait_for_ids(ids)
-    delay = Delay(fleet.app())
-    wait_until(lambda: delay.count() == 0)
-    assert not any(delay.run_now(task_id) for task_id in ids)
-
-
 def test_calls_whose_packets_are_lost_end_and_the_store_answers_again(place: Place) -> None:
     """More such calls than have threads."""
     store = store_at(place.url, "shop", timeout_seconds=0.2)
