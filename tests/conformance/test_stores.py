@@ -45,8 +45,7 @@ from celery_native_delay.store.opened import store_at
 from celery_native_delay.testing import private_redis, require_redis
 from pytest_celery_native_delay import installed
 from tests.brokers import in_ci
-from tests.mariadb import find_mariadb, private_mariadb
-from tests.postgresql import find_postgresql, private_postgresql
+from tests.conformance.brokers import running_database
 from tests.waiting import wait_until
 
 HOUR_US = 3_600_000_000
@@ -63,20 +62,13 @@ NAME = RecordName("key", "unique:shop.remind:user:7")
     ],
 )
 def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    if request.param == "sqlite":
-        yield f"sqlite:///{tmp_path_factory.mktemp('store')}/store.db"
-    elif request.param == "redis":
+    if request.param == "redis":
         installed(require_redis)
         with private_redis() as redis:
             yield redis.url
-    elif request.param == "mariadb":
-        installed(find_mariadb)
-        with private_mariadb() as mariadb:
-            yield mariadb.new_database()
-    else:
-        installed(find_postgresql)
-        with private_postgresql() as postgresql:
-            yield postgresql.new_database()
+        return
+    with running_database(request.param, tmp_path_factory.mktemp("store")) as url:
+        yield url
 
 
 def opened(url: str, namespace: str) -> Store:

@@ -35,10 +35,8 @@ from celery_native_delay.app.installation import admin_part, delaying_channel
 from celery_native_delay.bulk import bulk
 from celery_native_delay.store.dispatcher import TransactionRelay
 from celery_native_delay.testing import PrivateRabbitMQ
-from pytest_celery_native_delay import installed
 from tests.brokers import in_ci, on_one_version
-from tests.mariadb import find_mariadb, private_mariadb
-from tests.postgresql import find_postgresql, private_postgresql
+from tests.conformance.brokers import running_database
 from tests.traffic import beside
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
@@ -54,17 +52,8 @@ def database_url(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[str]:
     """The URL of a new database, for SQLAlchemy."""
-    if request.param == "sqlite":
-        yield f"sqlite:///{tmp_path_factory.mktemp('shop')}/shop.db"
-        return
-    if request.param == "mariadb":
-        installed(find_mariadb)
-        with private_mariadb() as mariadb:
-            yield mariadb.new_database()
-        return
-    installed(find_postgresql)
-    with private_postgresql() as postgresql:
-        yield postgresql.new_database()
+    with running_database(request.param, tmp_path_factory.mktemp("shop")) as url:
+        yield url
 
 
 def django_settings(url: str) -> dict[str, Any]:
