@@ -81,10 +81,6 @@ class DjangoStore(SqlStore):
             _inherited.append(connection.connection)
             connection.connection = None
 
-    @property
-    def has_absolute_path(self) -> bool:
-        return True
-
     def users(self) -> UsersTransaction | None:
         if (of_sqlalchemy := super().users()) is not None:
             return of_sqlalchemy

@@ -178,18 +178,6 @@ return done
 """
 )
 
-#: Returns the first due time of a cancelled or else a waiting row, or ''.
-_NEXT = (
-    ROWS
-    + """
-for _, key in ipairs({cancelled, due}) do
-    local first = call('ZRANGE', key, 0, 0, 'WITHSCORES')[2]
-    if first then return first end
-end
-return ''
-"""
-)
-
 #: ARGV lowest due time in µs, limit. Returns the due time, the name and the entry of each row; the
 #: entry is '' if it is lost.
 _ROWS_AFTER = (
@@ -391,10 +379,6 @@ class RedisStore(RedisRows, Store):
         return Store._is_dispatched(self)
 
     # --- out -----------------------------------------------------------------------------
-
-    def next_due_us(self) -> int | None:
-        first = self._run(_NEXT)
-        return _time(first) if first else None
 
     def take(self, *, late_us: int = 0) -> Taken:
         if self._in_doubt is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property, partial
-from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
@@ -150,12 +149,6 @@ class SqlStore(Database, Store):
         self.namespace = namespace
         self._mine = {"mine": namespace}
 
-    @property
-    def has_absolute_path(self) -> bool:
-        """False if a SQLite file is named relative to the folder in which a process starts."""
-        path = (self.engine.url.database or "").removeprefix("file:")
-        return Path(path).is_absolute()
-
     @cached_property
     def state(self) -> SqlState:
         return SqlState(self)
@@ -234,6 +227,8 @@ class SqlStore(Database, Store):
     # --- out -----------------------------------------------------------------------------
 
     def next_due_us(self) -> int | None:
+        """Return the due time of the first waiting row, in microseconds; None if no row waits."""
+
         def looked(connection: Connection) -> int | None:
             firsts = connection.execute(_FIRSTS, self._mine).one()
             return min((us for us in firsts if us is not None), default=None)

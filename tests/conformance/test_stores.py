@@ -184,7 +184,6 @@ def test_tasks_are_published_when_they_are_due_earliest_first(store: Store) -> N
         add(store, number, wait_us=wait_us)
     assert dispatched(store) == ["order-1", "order-2", "order-3"]
     assert listed(store) == ["order-4"]
-    assert store.next_due_us() is not None
 
 
 def test_the_same_task_and_retry_is_in_the_store_once_however_often_it_is_sent(
@@ -200,15 +199,6 @@ def test_a_batch_of_rows_is_written_all_or_none(store: Store) -> None:
     add(store, *range(BATCH + 100), wait_us=-1)
     assert store.census().waiting == BATCH + 100
     assert len(dispatched(store)) == BATCH + 100
-
-
-def test_namespaces_share_nothing(store: Store, url: str) -> None:
-    other = opened(url, "other")
-    add(store, 1, wait_us=-1)
-    put(store, "mine")
-    assert (other.census().waiting, other.state.read(NAME).text) == (0, None)
-    assert dispatched(other) == []
-    other.close()
 
 
 def test_the_tasks_of_other_virtual_hosts_are_apart_and_can_be_found(
