@@ -588,12 +588,6 @@ def test_options_of_a_signature_are_kept(key: str, delay: Delay, reindex: Any) -
     assert abs(delay.show(other)[0].due_us / 1e6 - eta.timestamp()) <= 1
 
 
-def test_a_task_that_is_not_registered_can_have_a_key(key: str, app: Celery, delay: Delay) -> None:
-    signature = app.signature("elsewhere.task", args=(1,))
-    result = delay.debounce(signature, key=key, seconds=LONG)
-    assert delay.show(result)[0].name == "elsewhere.task"
-
-
 # ---- errors -------------------------------------------------------------------------------------
 
 

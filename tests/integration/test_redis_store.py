@@ -47,15 +47,6 @@ def test_a_due_message_is_handed_over_byte_for_byte(store: RedisBrokerStore) -> 
     assert store.client.keys("tests.*") == [b"tests.v2.wake"]
 
 
-def test_a_message_that_is_not_due_stays_and_its_wait_is_returned(store: RedisBrokerStore) -> None:
-    add(store, "late", in_ms=60_000)
-    handed = store.promote()
-    assert handed.taken == 0
-    assert handed.wait_us is not None
-    assert 50_000_000 < handed.wait_us <= 60_000_000
-    assert queue(store) == []
-
-
 def test_a_due_time_is_kept_to_the_microsecond(store: RedisBrokerStore) -> None:
     """The due time is not rounded."""
     due_us = store.now_us() + 200_000 + 1
@@ -102,14 +93,6 @@ def test_a_queue_may_have_any_name(store: RedisBrokerStore, key: str) -> None:
     assert queue(store) == ["two"]
 
 
-def test_a_message_added_twice_waits_once(store: RedisBrokerStore) -> None:
-    """A client that lost the answer adds it again."""
-    due_us = store.now_us()
-    for _ in range(2):
-        store.add([row("one", due_us, Destination(("jobs",)), "one")])
-    assert store.promote().delivered == 1
-
-
 def test_a_due_time_without_a_message_is_skipped(store: RedisBrokerStore) -> None:
     add(store, "one")
     store.client.zadd(KEYS.due, {"nobody": 0})
@@ -149,22 +132,6 @@ def test_messages_for_a_key_of_the_wrong_type_are_parked_and_others_delivered(
     assert queue(store) == [f"good {number}" for number in range(10)]
     assert store.census().parked == 10
     assert store.promote().taken == 0, "nothing is tried again and again"
-
-
-def test_parked_messages_are_rescued_when_their_destination_is_a_list(
-    store: RedisBrokerStore,
-) -> None:
-    store.client.set("poison", "no list")
-    add(store, "one", to="poison")
-    store.promote()
-    before_us = store.now_us() + 1
-    handed = store.rescue(before_us=before_us)
-    assert (handed.taken, handed.delivered, handed.parked) == (1, 0, 1)
-    store.client.delete("poison")
-    handed = store.rescue(before_us=store.now_us() + 1)
-    assert handed.delivered == 1
-    assert queue(store, "poison") == ["one"]
-    assert entries(store) == 0
 
 
 def test_a_due_broadcast_reaches_all_subscribers(store: RedisBrokerStore) -> None:

@@ -204,14 +204,6 @@ def test_debounce_runs_once_in_each_quiet_period(
 # ---- throttle -----------------------------------------------------------------------------------
 
 
-def test_throttle_runs_the_first_of_each_window() -> None:
-    place, answers = Place(), []
-    for seconds, name in ((0, "a"), (1, "b"), (9.9, "c"), (10, "d"), (11, "e")):
-        answers.append(place.at(seconds).throttle(name, 10, trails=False))
-    assert answers == ["a", "a", "a", "d", "d"]
-    assert place.at(60).started == [("a", 0), ("d", 10)]
-
-
 def test_throttle_on_both_edges_runs_the_last_call_at_the_end_which_opens_a_window() -> None:
     place, answers = Place(), []
     for seconds, name in ((0, "a"), (1, "b"), (9, "c"), (12, "d"), (41, "e")):
@@ -249,28 +241,6 @@ def test_throttle_on_both_edges_starts_over_after_its_trailing_task_was_cancelle
 
 
 # ---- unique -------------------------------------------------------------------------------------
-
-
-def test_unique_returns_the_task_that_waits_or_runs() -> None:
-    place = Place()
-    assert place.at(0).unique("a", 60) == "a"
-    assert place.at(59).unique("b") == "a"
-    assert place.at(61).unique("b") == "a"  # in its queue
-    assert place.call(partial(begin, task_id="a", token="1")).free_us is None
-    assert place.unique("b") == "a"
-    place.call(partial(end, token="1"))
-    assert place.record is None
-    assert place.unique("b") == "b"
-
-
-def test_unique_until_start_frees_its_key_at_the_start() -> None:
-    place = Place()
-    place.unique("a")
-    place.call(partial(receive, task_id="a", token="1"))
-    assert place.unique("b") == "a"
-    place.call(partial(end, token="1"))
-    assert place.record is None
-    assert place.unique("b") == "b"
 
 
 def test_unique_until_start_frees_its_key_soon_after_its_worker_was_killed() -> None:

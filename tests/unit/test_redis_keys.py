@@ -51,11 +51,6 @@ def test_the_member_of_a_message_without_a_task_id() -> None:
     assert member_of({"properties": {"delivery_tag": "t"}, "headers": None}, "a").startswith("t:")
 
 
-@given(st.uuids(), st.uuids(), st.text())
-def test_a_member_with_a_uuid_has_at_most_52_bytes(task: Any, tag: Any, queue: str) -> None:
-    assert len(member_of(message(str(tag), id=str(task)), queue)) <= 52
-
-
 names = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 
 
