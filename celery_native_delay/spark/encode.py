@@ -16,14 +16,13 @@ from zoneinfo import ZoneInfo
 
 import numpy as np
 import pyarrow as pa
-from pyspark.errors import AnalysisException
 from pyspark.sql import functions as f
 from pyspark.sql import types as t
 
 from ..durations import duration
 from .ids import counted, id_of, key_text, smear_us_of
 from .options import EPOCH, FanOutOptions
-from .slots import Slot, check_type, column_text, no_such_column, slots
+from .slots import check_exists, check_type, column_text, slots
 
 #: The columns of an encoded row, in this order.
 SENT_COLUMNS = ("task_id", "due_us", "body", "queue", "priority", "expires_us", "error")
@@ -46,7 +45,7 @@ def inputs(df: Any, options: FanOutOptions) -> tuple[Any, dict[str, t.DataType]]
     """
     read = list(slots(options))
     for slot in read:
-        _check_exists(df, slot)
+        check_exists(df, slot)
     chosen = [f.col(s.column) if isinstance(s.column, str) else s.column for s in read]
     frame = df.select(
         f.struct("*").alias("row"), *(c.alias(s.name) for c, s in zip(chosen, read, strict=True))
@@ -278,17 +277,3 @@ def _plain(value: Any, kind: Any) -> Any:
         case t.FloatType():
             return float(str(np.float32(value)))
     return value
-
-
-def _check_exists(df: Any, slot: Slot) -> None:
-    """Raise InvalidFanOut if the column does not exist, or if several columns match."""
-    name = slot.column
-    alike = [one for one in df.columns if isinstance(name, str) and one.lower() == name.lower()]
-    if alike == [name] and "." not in alike[0]:
-        return
-    try:
-        if isinstance(name, str) and "." not in name and (not alike or alike.count(name) > 1):
-            raise AnalysisException("none, or several")  # Spark 4 would log a page about it
-        df.select(name).schema  # noqa: B018  Spark Connect looks at it now
-    except AnalysisException as exc:
-        raise no_such_column(slot, df.columns) from exc
