@@ -215,10 +215,9 @@ class Channel(StoringChannel, pyamqp.Channel):  # type: ignore[misc]
         return result
 
     def queue_delete(self, queue: str = "", *args: Any, **kwargs: Any) -> Any:
-        """Delete a queue, and the landing queue that dead-letters due messages to the queue."""
-        landing = self.delays.preparation.empty_landing_queue(queue)
+        """Delete a queue; due messages for it will be parked."""
         result = super().queue_delete(queue, *args, **kwargs)
-        self.delays.preparation.queue_deleted(queue, landing)
+        self.delays.mirror.queue_deleted(queue)
         return result
 
     # --- receiving -----------------------------------------------------------------------
