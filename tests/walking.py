@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from celery_native_delay.transports.rabbitmq.address import topic_matches
 from celery_native_delay.transports.rabbitmq.topology import Binding, Declaration, Exchange, Queue
 
 
@@ -83,18 +84,3 @@ def _route(
         if not hits and "alternate-exchange" in kind.arguments:
             todo.append(kind.arguments["alternate-exchange"])
     return reached
-
-
-def topic_matches(pattern: str, routing_key: str) -> bool:
-    return _matches(
-        pattern.split(".") if pattern else [], routing_key.split(".") if routing_key else []
-    )
-
-
-def _matches(pattern: list[str], words: list[str]) -> bool:
-    if not pattern:
-        return not words
-    head, rest = pattern[0], pattern[1:]
-    if head == "#":
-        return any(_matches(rest, words[start:]) for start in range(len(words) + 1))
-    return bool(words) and head in ("*", words[0]) and _matches(rest, words[1:])

@@ -29,6 +29,7 @@ from celery_native_delay.transports.rabbitmq.address import (
     landing_address,
     message_address,
     topic_binding_address,
+    topic_matches,
 )
 from celery_native_delay.transports.rabbitmq.parking import peek
 from celery_native_delay.transports.rabbitmq.topology import Topology
@@ -48,7 +49,6 @@ from tests.integration.traffic import (
     parked_count,
 )
 from tests.traffic import eta_in, publish
-from tests.walking import topic_matches
 
 #: Bits 0 to 3 are one level of 15 queues, bits 4 to 7 a level each.
 TOPOLOGY = Topology(DelaySettings.from_mapping(SETTINGS | {"fused_bits": 4}))

@@ -16,9 +16,9 @@ from celery_native_delay.transports.rabbitmq.address import (
     queue_address,
     queue_of_address,
     topic_binding_address,
+    topic_matches,
 )
 from celery_native_delay.transports.rabbitmq.topology import Topology
-from tests.walking import topic_matches
 
 patient = settings(max_examples=300)
 

@@ -146,6 +146,27 @@ def test_a_connection_forgets_the_oldest_of_ever_new_names(
     assert mirror.take_pending()[0] == [Mirrored("first", "", "first")]
 
 
+@pytest.mark.parametrize(
+    ("kind", "bound", "routing_key", "reached"),
+    [
+        ("direct", "a.b", "a.b", True),
+        ("direct", "a.*", "a.b", False),
+        ("topic", "a.*", "a.b", True),
+        ("topic", "a.*", "b.a", False),
+    ],
+)
+def test_reaches_tells_if_a_known_binding_matches_a_message(
+    mirror: Mirror, kind: str, bound: str, routing_key: str, reached: bool
+) -> None:
+    mirror.exchange_declared("jobs", kind, None)
+    mirror.exchange_declared("other", kind, None)
+    mirror.queue_bound("q", "jobs", bound)
+    assert mirror.reaches("jobs", routing_key) is reached
+    assert not mirror.reaches("other", routing_key)
+    mirror.queue_unbound("q", "jobs", bound)
+    assert not mirror.reaches("jobs", routing_key)
+
+
 # ---- the plan of an app's queues -----------------------------------------------------------------
 
 

@@ -22,6 +22,7 @@ from celery_native_delay.transports.rabbitmq.address import (
     message_address,
     queue_address,
     topic_binding_address,
+    topic_matches,
 )
 from celery_native_delay.transports.rabbitmq.topology import (
     Binding,
@@ -31,7 +32,7 @@ from celery_native_delay.transports.rabbitmq.topology import (
     Topology,
     is_delay_name,
 )
-from tests.walking import Trip, topic_matches, walk
+from tests.walking import Trip, walk
 
 FROZEN = Path(__file__).parent / "golden" / "topology_v1.txt"
 

@@ -86,3 +86,16 @@ def _literal(word: str) -> str:
 
 def _digest(text: str) -> str:
     return sha256(text.encode()).hexdigest()[:40]
+
+
+def topic_matches(pattern: str, routing_key: str) -> bool:
+    return _matches(pattern.split(".") if pattern else [], _words(routing_key))
+
+
+def _matches(pattern: list[str], words: list[str]) -> bool:
+    if not pattern:
+        return not words
+    head, rest = pattern[0], pattern[1:]
+    if head == "#":
+        return any(_matches(rest, words[start:]) for start in range(len(words) + 1))
+    return bool(words) and head in ("*", words[0]) and _matches(rest, words[1:])

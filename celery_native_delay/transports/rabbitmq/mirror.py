@@ -7,7 +7,7 @@ from collections import ChainMap
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any, NamedTuple, TypeVar
 
-from .address import landing_address, topic_binding_address
+from .address import landing_address, topic_binding_address, topic_matches
 from .topology import Binding, Change, Declaration, Exchange, Topology, Unbinding
 
 K = TypeVar("K")
@@ -151,6 +151,17 @@ class Mirror:
             self.queue_unbound(mirrored.queue, mirrored.exchange, mirrored.routing_key)
 
     # --- what is still to be declared ------------------------------------------------------
+
+    def reaches(self, exchange: str, routing_key: str) -> bool:
+        """Return True if *exchange* routes *routing_key* to a queue that this connection bound."""
+        is_topic = self.types.get(exchange) == "topic"
+        return any(
+            topic_matches(known.routing_key, routing_key)
+            if is_topic
+            else known.routing_key == routing_key
+            for known in self.known
+            if known.exchange == exchange
+        )
 
     @property
     def is_pending(self) -> bool:

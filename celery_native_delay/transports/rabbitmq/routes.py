@@ -55,6 +55,7 @@ class Routes:
         self._mirror = mirror
         self._declarer = declarer
         self._known: dict[str, _KnownExchange] = {}
+        self._reached: dict[tuple[str, str], None] = {}
         self._landings: dict[str, bool] = {}
         self._version = mirror.version
 
@@ -73,15 +74,21 @@ class Routes:
                 self._look_again(exchange)
             known = self._ask_about(exchange)
             remember(self._known, exchange, known)
+        if (exchange, routing_key) in self._reached:
+            return False
         if known.needs_landing or self._is_too_long(exchange, routing_key):
             self._require_landing(exchange)
             return True
+        if self._mirror.reaches(exchange, routing_key):
+            remember(self._reached, (exchange, routing_key), None)
+            return False
         return not known.mirrored and self._declare_landing(exchange)
 
     def forget(self) -> None:
         """Clear the cache, because an exchange may have changed."""
         self._version = self._mirror.version
         self._known.clear()
+        self._reached.clear()
         self._landings.clear()
 
     def exists(self, exchange: str) -> bool:
@@ -103,6 +110,8 @@ class Routes:
         kind = self.type_of(exchange)
         if kind in ASKED_TYPES and exchange not in BUILTIN_TYPES:
             self._mirror.remember_type(exchange, self._ask_type(exchange, likely=kind))
+        for reached in [reached for reached in self._reached if reached[0] == exchange]:
+            del self._reached[reached]
 
     def _ask_about(self, exchange: str) -> _KnownExchange:
         until = monotonic() + ROUTE_SECONDS
