@@ -111,7 +111,7 @@ class DelaySettings:
     """URL of a Redis, such as ``redis://host/1``, or SQLAlchemy URL of a database, such as
     ``postgresql+psycopg://host/shop``, in which tasks wait instead of in the broker. ``django`` is
     the default database of a Django project, ``django:other`` another one. Default: None.
-    RabbitMQ and SQS then delay tasks themselves; Redis and ``sqla+…`` brokers are their own
+    RabbitMQ, SQS and pgmq then delay tasks themselves; Redis and ``sqla+…`` brokers are their own
     store. With other brokers, tasks wait in the worker's memory, as in Celery."""
     store_tasks: tuple[str, ...] = ("*",)
     """Names of the tasks that wait in the store, with ``*`` for any text. Other tasks wait in the
@@ -145,7 +145,7 @@ class DelaySettings:
 
     schedules: bool | int | str = False
     """If on, periodic tasks such as those of ``beat_schedule`` are delayed tasks, and no ``celery
-    beat`` is needed. Needs a store beside RabbitMQ and SQS. Instead of True, you can give the
+    beat`` is needed. Needs a store beside RabbitMQ, SQS and pgmq. Instead of True, you can give the
     release of the app's ``beat_schedule``: a number, or a date such as ``"2026-11-23"``. If workers
     have different schedules, the highest release decides; of equal ones, the worker that started
     last. True is lower than any release. Default: False."""

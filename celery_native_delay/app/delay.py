@@ -73,7 +73,7 @@ class Delay(HoldCalls, KeyedCalls):
     """List, search, hold, cancel and reschedule waiting tasks. Send debounced or unique tasks.
 
     The tasks are read from where they wait: the Redis broker, or ``native_delay_store``. Tasks that
-    wait in RabbitMQ or SQS cannot be listed; :meth:`cancel` is durable for them beside a
+    wait in RabbitMQ, SQS or pgmq cannot be listed; :meth:`cancel` is durable for them beside a
     store.
 
     Every method raises :class:`~celery_native_delay.StoreUnavailable` if the waiting tasks cannot

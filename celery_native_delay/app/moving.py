@@ -294,7 +294,7 @@ class Leaving(Source):
 def leaving(app: Any, connection: Any) -> tuple[MovingPart | None, Sequence[Source]]:
     """Remove the schedule entries; return what moves the waiting tasks, and the waiting tasks.
 
-    The result is (None, ()) if messages of this broker cannot be moved: SQS without a store.
+    The result is (None, ()) if messages of this broker cannot be moved: SQS, pgmq without a store.
 
     Raises:
         SettingsError: the app does not drain, so that new tasks would wait.

@@ -100,7 +100,7 @@ def uninstall(ctx: click.Context, move_to_eta: bool, force: bool, as_json: bool)
     The app must drain (native_delay_enabled = "drain"). If tasks wait, the command removes only
     the schedule entries, and exits with status 1. With --move-to-eta, it first sends each waiting
     task to its queue. Due times stay the same. Workers then hold the tasks in memory, as with plain
-    Celery, so move few tasks with far due times. SQS has no --move-to-eta.
+    Celery, so move few tasks with far due times. SQS and pgmq have no --move-to-eta.
 
     Everything of native_delay_namespace is removed, also if other apps use the same namespace.
     Tables of a database are emptied, and not dropped.

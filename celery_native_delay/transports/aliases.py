@@ -27,6 +27,7 @@ _REDIS = "celery_native_delay.transports.redis"
 _SQS = "celery_native_delay.transports.sqs"
 
 _SQL = "celery_native_delay.transports.sql"
+_PGMQ = "celery_native_delay.transports.pgmq"
 
 #: kombu's transports whose brokers cannot delay: messages wait in ``native_delay_store``. gcpubsub
 #: is missing: only the process that bound a queue knows the topic, which the dispatcher needs.
@@ -36,7 +37,6 @@ _WITHOUT_DELAYS = (
     "sqlalchemy",
     "sqla",
     "mongodb",
-    "pgmq",
     "zookeeper",
     "consul",
     "etcd",
@@ -62,6 +62,7 @@ ALIASES = {
     "sentinel": f"{_REDIS}:SentinelTransport",
     "sqs": f"{_SQS}:Transport",
     "SQS": f"{_SQS}:Transport",
+    "pgmq": f"{_PGMQ}:Transport",
     **{alias: f"{_SQL}:{alias}" for alias in _WITHOUT_DELAYS},
 }
 
@@ -90,7 +91,7 @@ def transport_for(url: str | Sequence[str], *, store: str | None = None) -> str 
             Without this database, most of kombu's transports cannot delay messages.
 
     Returns:
-        "rabbitmq", "redis", "sqs" or "sql"; None if the broker cannot delay messages.
+        "rabbitmq", "redis", "sqs", "pgmq" or "sql"; None if the broker cannot delay messages.
     """
     if not isinstance(url, str) and not (isinstance(url, Sequence) and url):
         raise TypeError(f"expected a broker's URL, or a list of them, got {url!r}")

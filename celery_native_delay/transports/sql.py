@@ -164,8 +164,7 @@ class StoreDelayingTransport(DelayingTransport):
         return self._woken.set
 
     def drain_events(self: Any, connection: Any, timeout: float | None = None) -> Any:
-        is_notified = (self.client.transport_options or {}).get("use_notify")  # of pgmq
-        if self._woken is None or is_notified or not self.polling_interval or not timeout:
+        if self._woken is None or not self.polling_interval or not timeout:
             return super().drain_events(connection, timeout=timeout)  # type: ignore[misc]
         try:
             return super().drain_events(connection, timeout=0)  # type: ignore[misc]
@@ -211,20 +210,6 @@ class FolderChannel(StoreDelayingChannel):
         return super()._get(queue, **kwargs)  # type: ignore[misc]
 
 
-class TopicChannel(StoreDelayingChannel):
-    """A mixin for pgmq's channel: PostgreSQL finds the queues of a topic exchange."""
-
-    def _put_topic(
-        self: Any, exchange: str, message: dict[str, Any], routing_key: str, **kwargs: Any
-    ) -> None:
-        if self.stored_us(message, self.due_of(message)) is not None:
-            raise CannotDelay(
-                f"expected a delayed task on pgmq to go to a queue, got the topic exchange "
-                f"{exchange!r}: name its queue"
-            )
-        super()._put_topic(exchange, message, routing_key, **kwargs)  # type: ignore[misc]
-
-
 class DatabaseChannel(StoreDelayingChannel):
     """A mixin for sqlalchemy channels, which hides our options from SQLAlchemy's engine."""
 
@@ -265,8 +250,6 @@ def delaying(kombus: type[virtual.Transport]) -> type[virtual.Transport]:
         mixin = DatabaseChannel
     elif is_folder(plain):
         mixin = FolderChannel
-    elif hasattr(plain, "_put_topic"):
-        mixin = TopicChannel
     names: dict[str, Any] = {"__module__": __name__}
     if plain.Message is not virtual.Message:
         names["Message"] = type("Message", (VirtualMessage, plain.Message), {})

@@ -356,6 +356,14 @@ def test_the_transports_work_as_shown() -> None:
     exec(only("transport-for").text, {})
 
 
+def test_the_pgmq_example_is_an_app_whose_broker_delays() -> None:
+    pytest.importorskip("celery_native_delay.transports.pgmq", reason="kombu before 5.7")
+    names: dict[str, Any] = {}
+    exec(only("celery-pgmq").text, names)
+    transport = names["app"].connection_for_write().get_transport_cls()
+    assert transport.__module__ == "celery_native_delay.transports.pgmq"
+
+
 @shown("settings")
 def test_documented_settings_are_accepted(example: Example) -> None:
     app = Celery("shop", broker="amqp://", set_as_current=False)

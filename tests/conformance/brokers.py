@@ -128,11 +128,11 @@ def knows_bindings(url: str) -> bool:
 
 def needs_store(url: str) -> bool:
     """True if tasks wait in the broker and cannot be listed there, unless a store is set."""
-    return url.startswith(("amqp", "sqs://"))
+    return url.startswith(("amqp", "sqs://", "pgmq://"))
 
 
 def own_store(url: str) -> str:
-    """The URL of the database of a pgmq, which is also its store."""
+    """The URL of the database of a pgmq, which can also be a store."""
     name, folder = database_of(url)
     return f"postgresql+psycopg://postgres@/{name}?host={folder}"
 
@@ -144,7 +144,7 @@ def has_database_beside(broker: Broker) -> bool:
 
 def whole_seconds(url: str) -> bool:
     """True if the broker rounds delays up to whole seconds."""
-    return url.startswith("sqs://")
+    return url.startswith(("sqs://", "pgmq://"))
 
 
 @contextmanager
@@ -180,8 +180,6 @@ def settings_of(url: str) -> dict[str, Any]:
     scheme, _, path = url.partition("://")
     if scheme == "filesystem":
         return {"store": Path(path, "store").read_text()}
-    if scheme == "pgmq":
-        return {"store": own_store(url)}
     return {"store": STORES[url]} if url in STORES else {}
 
 
@@ -324,7 +322,7 @@ def drop_tables(url: str) -> None:
 
 
 class Pgmq:
-    """A space is a database with the functions of pgmq, and with the store."""
+    """A space is a database with the functions of pgmq, and with the records."""
 
     def __init__(self, server: PrivatePostgreSQL) -> None:
         self._server = server

@@ -17,8 +17,10 @@ from pytest_celery_native_delay import installed
 from tests.conformance.brokers import (
     BROKERS,
     Broker,
+    Pgmq,
     Redis,
     has_database_beside,
+    own_store,
     running_broker,
 )
 from tests.postgresql import PrivatePostgreSQL, find_postgresql, private_postgresql
@@ -73,6 +75,8 @@ def new_store(broker: Broker, request: pytest.FixtureRequest) -> Callable[[str],
     """
 
     def new(url: str) -> str:
+        if isinstance(broker, Pgmq):
+            return own_store(url)
         if has_database_beside(broker):
             server: PrivatePostgreSQL = request.getfixturevalue("store_postgresql")
             return server.new_database()

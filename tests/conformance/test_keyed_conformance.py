@@ -55,12 +55,10 @@ from tests.conformance.traffic import SETTINGS, attended
 from tests.traffic import Inbox
 from tests.waiting import PATIENCE_SECONDS
 
-#: A store beside SQS or pgmq is one beside any broker that kombu's virtual transports serve: the
-#: tests of what SQS has a part in run on it, too.
-BROKERS = without("valkey", "sqs", "pgmq")
-also_on_sqs = pytest.mark.parametrize(
-    "broker", without("valkey", "pgmq"), indirect=True, scope="session"
-)
+#: A store beside SQS is one beside any broker that kombu's virtual transports serve: the tests of
+#: what SQS has a part in run on it, too.
+BROKERS = without("valkey", "sqs")
+also_on_sqs = pytest.mark.parametrize("broker", without("valkey"), indirect=True, scope="session")
 
 TASK = "shop.reindex"
 

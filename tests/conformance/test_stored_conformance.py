@@ -31,6 +31,7 @@ __all__ = [
 BROKERS = [
     pytest.param(ON_SYSTEM.id, marks=pytest.mark.rabbitmq),
     in_ci("sqs"),
+    in_ci("pgmq"),
 ]
 
 

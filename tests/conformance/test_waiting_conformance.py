@@ -39,12 +39,10 @@ from tests.conformance.traffic import SETTINGS, attended
 from tests.traffic import JOBS, Inbox, inbox, send_task
 from tests.waiting import wait_until
 
-#: A store beside SQS or pgmq is one beside any broker that kombu's virtual transports serve: the
-#: tests of what SQS has a part in run on it, too.
-BROKERS = without("valkey", "sqs", "pgmq")
-also_on_sqs = pytest.mark.parametrize(
-    "broker", without("valkey", "pgmq"), indirect=True, scope="session"
-)
+#: A store beside SQS is one beside any broker that kombu's virtual transports serve: the tests of
+#: what SQS has a part in run on it, too.
+BROKERS = without("valkey", "sqs")
+also_on_sqs = pytest.mark.parametrize("broker", without("valkey"), indirect=True, scope="session")
 
 #: For delays of hours.
 LEVELS = 20
@@ -301,6 +299,8 @@ def test_cancel_covers_all_messages_of_an_id(app: Celery, delay: Delay) -> None:
 
 def test_celerys_revoke_cancels_waiting_tasks(app: Celery, delay: Delay) -> None:
     """Celery's broadcast to the workers follows."""
+    if app.conf.broker_url.startswith("pgmq://"):
+        pytest.skip("kombu 5.7 broadcasts on pgmq by a function that pgmq lacks")
     for number in range(4):
         send_task(app, number, countdown=3600)
     app.control.revoke("order-0")
@@ -363,7 +363,7 @@ def test_uninstall_removes_everything_after_it_moved_what_waits(
     with draining_like(app, url, **settings) as draining:
         assert "2 task(s) wait" in uninstalled(draining, status=1)
         assert delay.count() == 2
-        if url.startswith("sqs:"):
+        if url.startswith(("sqs:", "pgmq:")):
             assert "2 task(s) moved to their queues" in uninstalled(draining, "--move-to-eta")
             return
         if isinstance(broker, RabbitMQ):

@@ -56,7 +56,7 @@ def attended(url: str, **own: Any) -> Iterator[None]:
 def waiting_count(connection: Any) -> int:
     """The number of waiting messages; deletes them."""
     part = connection.default_channel.admin_part(DelaySettings.from_mapping(SETTINGS))
-    if connection.transport.driver_type == "sqs":  # and throws away part of it only
+    if connection.transport.driver_type in ("sqs", "pgmq"):  # and throws away part of it only
         return waiting_now(connection, "jobs", "other")
     return int(part.purge())
 

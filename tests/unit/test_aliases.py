@@ -69,7 +69,7 @@ def test_an_alias_leads_to_our_subclass_of_kombus_transport(
         ("redis+socket:///run/redis.sock", None, "redis"),
         ("sentinel://a;sentinel://b", None, "redis"),
         (["amqp://a", "amqp://b"], None, "rabbitmq"),
-        ("pgmq://", None, None),
+        ("pgmq://", None, "pgmq"),
         ("sqla+sqlite:///broker.db", None, "sql"),
         ("filesystem://", "sqlite:///delays.db", "sql"),
         ("azureservicebus://", "postgresql://db/shop", "sql"),

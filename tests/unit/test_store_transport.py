@@ -6,15 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from threading import Thread
 from time import monotonic
-from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
 import pytest
 from kombu import Connection
 
-from celery_native_delay import CannotDelay, DelaySettings, delay_headers
-from celery_native_delay.transports.sql import SqlDelays, transport_of
+from celery_native_delay import delay_headers
+from celery_native_delay.transports.sql import transport_of
 from tests.waiting import PATIENCE_SECONDS
 
 
@@ -58,17 +57,6 @@ def test_on_a_closed_channel_a_delayed_publish_raises_an_error_that_a_retry_mend
         closed.setattr(channel, "connection", None)
         with pytest.raises(polled.recoverable_connection_errors, match="was closed"):
             channel.basic_publish(message, "", "empty")
-
-
-def test_a_delayed_message_to_a_topic_of_pgmq_is_refused(tmp_path: Path) -> None:
-    """PostgreSQL would find its queues at once."""
-    pytest.importorskip("kombu.transport.pgmq", reason="kombu before 5.7", exc_type=ImportError)
-    channel: Any = object.__new__(transport_of("pgmq").delaying_channel)
-    channel.connection = SimpleNamespace(store_url=lambda settings: f"sqlite:///{tmp_path}/s.db")
-    channel._delays = SqlDelays(channel, DelaySettings(store=f"sqlite:///{tmp_path}/s.db"))
-    message = {"headers": delay_headers(countdown=60) | {"task": "shop.remind"}, "properties": {}}
-    with pytest.raises(CannotDelay, match="name its queue"):
-        channel._put_topic("shop", message, "orders.new")
 
 
 @pytest.fixture
