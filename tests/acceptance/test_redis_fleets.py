@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from celery_native_delay.testing import private_redis, require_redis
-from celery_native_delay.testing.processes import claim_ports, port_of
 from pytest_celery_native_delay import installed
 from tests.acceptance.worker import Fleet, fleet_on
 from tests.conformance.brokers import options_of, running_broker
@@ -111,21 +110,6 @@ def test_a_worker_logs_its_state_and_unsafe_redis_settings(tmp_path: Path, place
         assert state in line
         worker.wait_for_log("native delay: maxmemory-policy is allkeys-lru: Redis may delete")
         worker.wait_for_log("native delay: appendonly is no: a restart of Redis loses")
-
-
-def test_a_worker_on_a_redis_cluster_logs_that_it_cannot_delay(tmp_path: Path) -> None:
-    """The message comes before kombu's own error about the cluster."""
-    installed(require_redis, "redis")
-    # The default cluster port is the port plus 10,000, which a client's connection may have.
-    (claim,) = claim_ports(1)
-    cluster = f"cluster-enabled yes\ncluster-port {port_of(claim)}"
-    with (
-        claim,
-        private_redis(server="redis", config=cluster) as server,
-        fleet_on(server.url, tmp_path) as fleet,
-    ):
-        worker = fleet.worker(wait=False)
-        worker.wait_for_log("native delay:", "runs in cluster mode, which kombu does not support")
 
 
 @pytest.mark.ci
