@@ -8,10 +8,10 @@ import kombu
 import pytest
 
 from celery_native_delay import DelaySettings
-from celery_native_delay.transports.rabbitmq.blueprint import blueprint
 from celery_native_delay.transports.rabbitmq.mirror import (
     Mirror,
     Mirrored,
+    blueprint,
     is_internal,
     landing_declarations,
 )

@@ -14,11 +14,11 @@ from ...errors import ManagementUnavailable, NativeDelayError, NotDeclared, NotP
 from ...finding import Finding
 from ...settings import DelaySettings
 from ..interface import AdminPart, Backlog, ParkedTask, Rescue, Told
-from .blueprint import note_queues
 from .declaring import permissions_explained
 from .delays import RabbitDelays
 from .inspection import COUNTED_ANEW_SECONDS, examine, verify
 from .management import ManagementAPI, management_of
+from .mirror import note_queues
 from .parking import count, peek, rescue
 from .status import levels, status
 

@@ -10,9 +10,9 @@ from amqp.exceptions import AccessRefused, NotFound
 
 from ...errors import ManagementUnavailable
 from ...finding import UNCHECKED, WRONG, Finding
-from .blueprint import blueprint
 from .delays import RabbitDelays
 from .management import ManagementAPI, overriding_policies, refusing_queues
+from .mirror import blueprint
 from .status import RabbitStatus, status
 from .topology import Binding, Declaration, Exchange, Queue, Topology
 
