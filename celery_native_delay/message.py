@@ -18,6 +18,9 @@ ONCE = "native_delay_once"
 #: The header that this package adds to each delayed message.
 HEADER = "native_delay"
 
+#: The header with the tenant of a task on SQS: the key of its rate, or its declared key.
+TENANT = "native_delay_tenant"
+
 VERSION = 1
 
 _REQUIRED = {"id", "due", "exchange", "rk"}

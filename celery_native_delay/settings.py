@@ -234,6 +234,19 @@ class DelaySettings:
         return cls(**values)
 
 
+def tenants_of(settings: DelaySettings) -> dict[str, DeclaredKey]:
+    """Return the key that names the tenant of each task: of its first rate with a key, or its own.
+
+    The keys of the dict are the names of the tasks.
+    """
+    found = dict(settings.keys)
+    for task, its in settings.rates_by_task.items():
+        for rate in reversed(its):
+            if rate.key is not None:
+                found[task] = DeclaredKey(rate.key)
+    return found
+
+
 class InstallKeywords(TypedDict, total=False):
     """The settings for type checkers, as ``install()`` takes them: lists may be any collection."""
 

@@ -18,12 +18,13 @@ from kombu.exceptions import OperationalError
 from kombu.utils.uuid import uuid
 
 from ..due_time import check_countdown, due_us_or_none
-from ..errors import SettingsError, UnsupportedBroker
+from ..errors import SettingsError, UnsupportedBroker, errors_ignored
 from ..keyed.record import HEADER as KEY
+from ..message import TENANT
 from ..now import time_ns
 from ..rates.declared import DeclaredKey
 from ..records.publishing import underway
-from ..settings import DRAIN, DelaySettings
+from ..settings import DRAIN, DelaySettings, tenants_of
 from ..store.joined import outside_transaction
 from ..transports.aliases import OPTION, option_of, transport_of, url_errors_explained
 from ..transports.interface import AdminPart
@@ -75,6 +76,8 @@ class Installation:
         self._warned_of: set[str] = set()
         self.raises_if_unsupported = False
         """True in a ``delay`` command, which raises an error for an unsupported broker."""
+        self._is_sqs = False
+        self._tenants: dict[str, DeclaredKey] | None = None
         self.keys: dict[str, DeclaredKey] | None = None
         """The declared keys by task name; None until the first task is sent."""
         self.send_declared: Callable[..., Any] = lambda *_, **__: None
@@ -137,6 +140,8 @@ class Installation:
                 and settings.store is not None
                 and hasattr(transport, "unconnected")
             )
+            self._is_sqs = transport.driver_type == "sqs"
+            self._tenants = tenants_of(settings) if isinstance(settings, DelaySettings) else {}
             if self._fits(connection, settings):
                 options = {OPTION: option_of(settings)} | (connection.transport_options or {})
                 connection.transport_options = options
@@ -146,6 +151,7 @@ class Installation:
         """Check the countdown, then call the ``send_task`` that this method replaces."""
         if (keyed := self._sent_by_key(args, options)) is not None:
             return keyed
+        self._name_tenant(args, options)
         countdown = args[3] if len(args) > 3 else options.get("countdown")
         # The channel checks all other countdowns when it publishes. NaN is caught here, too.
         if isinstance(countdown, int | float) and not countdown < LONGEST_CELERY_SECONDS:
@@ -181,6 +187,26 @@ class Installation:
             self.keys = dict(settings.keys) if isinstance(settings, DelaySettings) else {}
         declared = self.keys.get(name) or getattr(task, "key", None)
         return declared if isinstance(declared, DeclaredKey) else None
+
+    def _name_tenant(self, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Write the tenant of a task on SQS into its headers, for SQS's fair queues."""
+        if self._tenants is None:
+            self._tenants = {}
+            with errors_ignored():  # the send itself raises them
+                self.app.connection_for_write()  # sets both, and opens nothing
+        if not self._is_sqs:
+            return
+        named = dict(zip(_SEND_TASK, args, strict=False)) | options
+        task = named.get("task_type") or self.app._tasks.get(named.get("name"))
+        key = (self._tenants or {}).get(str(named.get("name"))) or getattr(task, "key", None)
+        headers = dict(named.get("headers") or {})
+        if not isinstance(key, DeclaredKey) or TENANT in headers:
+            return
+        with errors_ignored():  # of the user's callables: then the task has no tenant
+            call = named.get("args") or (), named.get("kwargs") or {}
+            tenant = key.key_of(*call, headers, getattr(task, "run", None))
+            if tenant is not None:
+                options["headers"] = headers | {TENANT: tenant}
 
     def _send(
         self, send_task: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]

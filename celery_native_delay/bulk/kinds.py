@@ -21,7 +21,7 @@ from kombu import Producer
 from ..app.installation import Installation
 from ..due_time import due_us as due_us_of
 from ..errors import InvalidDueTime
-from ..message import HEADER
+from ..message import HEADER, TENANT
 from ..now import time_ns
 from ..transports.bulk_publisher import BulkPublisher, TaskTemplate, TaskValues
 
@@ -120,6 +120,8 @@ class Kinds:
             hook_of(self._installation, sample.known),
             self._publisher.last_headers or {},
         )
+        if TENANT in headers:
+            hook = "each of its messages names a tenant"
         if self._installation.declared_key(str(headers.get("task")), sample.known) is not None:
             hook = "a key is declared for the task"
         if hook:

@@ -11,10 +11,12 @@ from celery import Celery
 from celery_native_delay import (
     Delay,
     NoStore,
+    Rate,
     install,
     register_transports,
 )
 from celery_native_delay.testing import PrivateRedis
+from celery_native_delay.texts import digest_of
 from celery_native_delay.transports.interface import Wait
 from celery_native_delay.transports.sqs import delays
 from example_project.private_sqs import PrivateSqs
@@ -79,13 +81,38 @@ def app(
     app.close()
 
 
-def test_a_delayed_task_keeps_its_message_group(shared_sqs: PrivateSqs) -> None:
+def test_standard_queues_are_told_the_tenant_of_each_task(shared_sqs: PrivateSqs) -> None:
+    """Of the rate's or the declared key; immediate and delayed, but not in FIFO queues."""
     shared_sqs.wipe()
-    with install(new_app(shared_sqs.url)) as app, app.connection_for_read() as connection:
-        send_task(app, 1, countdown=1, queue="tenants", MessageGroupId="acme")
-        with inbox(connection, "tenants") as arriving:
-            (arrival,) = arriving.wait_for(1)
-    assert arrival.message.properties["MessageGroupId"] == "acme"
+    rates = {"shop.remind": Rate("10/s", key="header:tenant")}
+    with install(new_app(shared_sqs.url), rates=rates) as app:
+
+        def send(tenant: str | None, queue: str = "tenants", **options: Any) -> None:
+            headers = {"tenant": tenant} if tenant else {}
+            app.send_task("shop.remind", (tenant,), queue=queue, headers=headers, **options)
+
+        send("acme")
+        send("initech", countdown=1)
+        send(None)
+        send("käse & Söhne")
+        send("own", MessageGroupId="mine")
+        send("acme", queue="ordered.fifo")
+        with app.connection_for_read() as connection:
+            with inbox(connection, "tenants") as arriving:
+                arrivals = arriving.wait_for(5)
+            with inbox(connection, "ordered.fifo") as arriving:
+                (ordered,) = arriving.wait_for(1)
+    groups = {
+        arrival.body[0][0]: arrival.message.properties.get("MessageGroupId") for arrival in arrivals
+    }
+    assert groups.pop("käse & Söhne") == digest_of("käse & Söhne")
+    assert groups == {
+        "acme": "acme",
+        "initech": "initech",
+        None: None,
+        "own": "mine",
+    }
+    assert "MessageGroupId" not in ordered.message.properties
 
 
 def test_message_attributes_stay_with_a_task_that_is_moved(

@@ -151,6 +151,20 @@ def test_visible_messages_are_overdue_if_no_relay_holds_any() -> None:
     assert overdue_in({}) == 0
 
 
+def test_the_group_of_a_message_is_the_users_or_its_tenant() -> None:
+    """The text of a tenant may be none that SQS takes as a group."""
+    tenant = message(delivery_tag="tag")
+    tenant["headers"] = {"native_delay_tenant": "acme"}
+    assert Payload.of(tenant, base64=False).arguments()["MessageGroupId"] == "acme"
+    tenant["headers"] = {"native_delay_tenant": "käse & Söhne"}
+    group = Payload.of(tenant, base64=False).arguments()["MessageGroupId"]
+    assert group.isascii()
+    assert len(group) <= 128
+    tenant["properties"]["MessageGroupId"] = "mine"
+    assert Payload.of(tenant, base64=False).arguments()["MessageGroupId"] == "mine"
+    assert "MessageGroupId" not in Payload.of(message(delivery_tag="tag"), base64=False).arguments()
+
+
 def test_on_sqs_a_command_waits_seconds_for_an_answer_and_the_relay_a_long_poll() -> None:
     """By default, boto waits five minutes for an SQS that hangs."""
     app = install(Celery(broker="sqs://", set_as_current=False))

@@ -16,9 +16,11 @@ from typing import Any
 from kombu.transport import SQS
 
 from ...settings import DelaySettings
+from ...store.entry import StoreEntry
 from ..interface import AdminPart, WorkerPart
 from ..virtual.channel import DelayingChannel, DelayingTransport
 from .delays import SqsDelays, leave_to_celery
+from .entry import group_of
 from .queues import can_delay
 
 
@@ -33,6 +35,20 @@ class Channel(DelayingChannel, SQS.Channel):  # type: ignore[misc]
         # Before kombu 5.7 all connections share one cache.
         cache: dict[str, str] = self.connection.urls_by_queue
         return cache
+
+    def _put(self, queue: str, message: dict[str, Any], **kwargs: Any) -> Any:
+        """Put a message, for a standard queue with the group of its tenant.
+
+        In a FIFO queue, a group would change the order.
+        """
+        if can_delay(queue) and (group := group_of(message)):
+            message["properties"]["MessageGroupId"] = group
+        return super()._put(queue, message, **kwargs)
+
+    def put_due(self, message: dict[str, Any], entry: StoreEntry) -> None:
+        if can_delay(entry.queue or "") and (group := group_of(message)):
+            message["properties"]["MessageGroupId"] = group
+        super().put_due(message, entry)
 
     def _on_messages_ready(self, queue: str, qname: str, messages: Any) -> Any:
         # kombu reads an answer such as 503 as [], with which its worker ends (kombu 5.7).

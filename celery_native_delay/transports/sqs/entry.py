@@ -7,6 +7,7 @@ The rest is the body for the destination queue. Only this package reads the dela
 
 from __future__ import annotations
 
+import re
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -16,6 +17,8 @@ from kombu.utils.json import dumps, loads
 
 from ...due_time import milliseconds_up
 from ...errors import CannotDelay
+from ...message import TENANT
+from ...texts import digest_of
 from ..virtual.wrapping import encoded
 from . import hops
 
@@ -33,6 +36,23 @@ _GROWTH_BYTES = 16
 _ATTRIBUTES = "message_attributes"
 
 
+#: The text of a message group.
+_GROUP = re.compile(r"[!-~]{1,128}")
+
+
+def group_of(message: Mapping[str, Any]) -> str | None:
+    """Return the message group of kombu's *message*: the user's, or its tenant; None without one.
+
+    Standard queues are fair between the groups.
+    https://docs.aws.amazon.com/AWSSimpleQueueService/latest/SQSDeveloperGuide/sqs-fair-queues.html
+    """
+    given = message["properties"].get("MessageGroupId")
+    tenant = (message.get("headers") or {}).get(TENANT)
+    if given is not None or not tenant:
+        return None if given is None else str(given)
+    return tenant if _GROUP.fullmatch(tenant) else digest_of(tenant)
+
+
 @dataclass(frozen=True)
 class Payload:
     """The body and the attributes of an SQS message."""
@@ -47,9 +67,7 @@ class Payload:
         properties = dict(message["properties"])
         attributes = properties.pop(_ATTRIBUTES, None) or {}
         text = encoded({**message, "properties": properties})
-        given = properties.get("MessageGroupId")
-        group_id = None if given is None else str(given)
-        return cls("", attributes, group_id).holding(text, base64=base64)
+        return cls("", attributes, group_of(message)).holding(text, base64=base64)
 
     def holding(self, text: str, *, base64: bool) -> Self:
         """Return a copy of this SQS message with the body *text*, in Base64 if *base64* is True."""
