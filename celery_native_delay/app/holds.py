@@ -48,6 +48,12 @@ TAKEN_UP_SECONDS = 5.0
 #: The most tasks that are counted for a hold with an end, whose due times are those of others, too.
 _COUNTED = 10_000
 
+#: Called with the number of tasks that were done since the last call, and that of all tasks.
+Progress = Callable[[int, int], object]
+
+
+def _untold(done: int, in_all: int) -> None: ...
+
 
 class HoldCalls:
     """The calls of ``Delay(app)`` that hold, drop and release tasks."""
@@ -128,6 +134,7 @@ class HoldCalls:
         key: str | None = None,
         search: str = "",
         rate: str | None = None,
+        progress: Progress = _untold,
     ) -> int:
         """End a hold, a drop or the pause of a rate; let the held tasks run, oldest first.
 
@@ -137,6 +144,7 @@ class HoldCalls:
             task: as it was given to :meth:`hold`, with the same *key* and *search*. For a pause of
                 ``RetryAfter``, the name and the key of the rate.
             rate: let go so many tasks per period, such as "50/s"; None: all at once.
+            progress: called with the number of tasks let go since the last call, and in all.
 
         Returns:
             the number of tasks that were let go.
@@ -164,7 +172,7 @@ class HoldCalls:
                 names = ", ".join(each.name for each in self.holds()) or "nothing is held"
                 raise InvalidQuery(f"expected the name of a hold ({names}), got {wanted.name!r}")
             hold = wanted
-        done = self._let_go(hold, spacing_us)
+        done = self._let_go(hold, spacing_us, progress)
         self._write(lambda holds, _: ([each for each in holds if each.name != hold.name], None))
         return done
 
@@ -185,7 +193,14 @@ class HoldCalls:
             self._let_go(old, 0, is_held_again=True)
         return made
 
-    def _let_go(self, hold: Hold, spacing_us: int, *, is_held_again: bool = False) -> int:
+    def _let_go(
+        self,
+        hold: Hold,
+        spacing_us: int,
+        progress: Progress = _untold,
+        *,
+        is_held_again: bool = False,
+    ) -> int:
         """Give the held tasks new due times; return their number.
 
         *is_held_again*: workers hold them again at once, perhaps in the same range.
@@ -211,6 +226,7 @@ class HoldCalls:
                 if spacing_us:
                     self._note_next(hold, next_us)
                 done += let_go
+                progress(let_go, in_all)
                 if not let_go:
                     break
         return done

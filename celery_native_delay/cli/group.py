@@ -19,6 +19,7 @@ from celery.bin.base import LOG_LEVEL, CeleryCommand, handle_preload_options
 
 if TYPE_CHECKING:
     from ..app.delay import Delay
+    from ..app.holds import Progress
     from ..settings import DelaySettings
     from ..transports.interface import AdminPart, Told
 
@@ -235,6 +236,19 @@ def confirm(question: str) -> None:
         click.echo(err=True)
     if answer.strip().lower() not in ("y", "yes"):
         raise click.Abort
+
+
+@contextmanager
+def progress_bar(label: str) -> Iterator[Progress]:
+    """Yield a function that moves a progress bar on standard error."""
+    bar = click.progressbar(length=0, label=label, show_pos=True, file=sys.stderr)
+
+    def progress(done: int, in_all: int) -> None:
+        bar.length = max(bar.pos + done, in_all)
+        bar.update(done)
+
+    with bar:
+        yield progress
 
 
 def show(told: Told, as_json: bool) -> None:

@@ -16,6 +16,7 @@ from .group import (
     delay_of,
     local,
     print_json,
+    progress_bar,
     say,
     yes_option,
 )
@@ -67,7 +68,8 @@ def release(ctx: click.Context, as_json: bool, **chosen: Any) -> None:
 
     Give TASK, --key and --search as `holds` shows them. If this command dies, run it again.
     """
-    released = delay_of(ctx).release(**chosen)
+    with progress_bar("releasing") as progress:
+        released = delay_of(ctx).release(**chosen, progress=progress)
     say(as_json, {"released": released}, f"{released:,} task(s) released")
 
 

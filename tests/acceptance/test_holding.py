@@ -119,7 +119,10 @@ def test_what_is_held_stays_held_until_its_release_and_others_run(held: Held) ->
     assert held.waits(sent[0])
     assert not {run.id for run in record.runs()} & set(sent)
 
-    assert held.delay.release(hold.task, rate="20/s") >= len(sent)
+    told: list[tuple[int, int]] = []
+    number = held.delay.release(hold.task, rate="20/s", progress=lambda *now: told.append(now))
+    assert number >= len(sent)
+    assert sum(done for done, _ in told) == number
     runs = record.wait_for_ids(sent)
     assert all(len(runs[task_id]) == 1 for task_id in sent)
     assert runs[sent[0]][0].args == ["changed"]
@@ -156,16 +159,11 @@ def test_a_release_that_dies_is_finished_by_the_next_one(
     for task_id in sent:
         assert held.waits(task_id)
 
-    delay = held.delay
-    move = delay._move
-
-    def dies(*args: Any) -> None:
-        move(*args)
+    def dies(*_: int) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(delay, "_move", dies)
     with pytest.raises(KeyboardInterrupt):
-        delay.release("note")
+        held.delay.release("note", progress=dies)
     assert [(hold.mode, hold.held > 0) for hold in held.delay.holds()] == [("release", True)]
     held.delay._write(lambda holds, now_us: ([], None))
     assert [(hold.mode, hold.held > 0) for hold in held.delay.holds()] == [("ended", True)]
