@@ -27,7 +27,7 @@ DEMO_SET_sqs := '.[sqs]' rich moto flask flask-cors
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv brokers test test-spark test-fast test-tools check docs bench chaos demo demo-broker public-suites clean
+.PHONY: help venv brokers test test-spark test-fast test-tools check docs bench chaos demo demo-broker demo-spark public-suites clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -107,6 +107,11 @@ demo: ## show delayed tasks wait in the broker and run on time; BROKER=filesyste
 
 demo-broker:
 	@case '$(BROKER)' in ''|rabbitmq) scripts/setup_brokers.sh --rabbitmq || true ;; esac
+
+demo-spark: venv ## remind a day's customers from local Spark, and prove that each task ran
+	@scripts/setup_spark.sh
+	@case '$(BROKER)' in ''|rabbitmq) scripts/setup_brokers.sh --rabbitmq ;; esac
+	$(PYTHON) -m example_project.spark_demo '$(BROKER)'
 
 # SUITES is the options of scripts/public_suites.py, such as "--only flower".
 public-suites: venv ## run the tests of Celery, kombu, Flower and others, without us and with us

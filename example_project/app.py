@@ -87,6 +87,7 @@ def stored_in(store: str | None) -> dict[str, Any]:
 install(
     app,
     **stored_in(STORE),
+    telemetry=os.environ.get("EXAMPLE_TELEMETRY"),
     # All workers together start at most two bookings a second for each courier.
     rates={"example_project.tasks.book_courier": Rate("2/s", key="courier")}
     if can_count(URL, STORE)

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
@@ -377,8 +377,8 @@ def demonstrate(asked: str | None, folder: Path, console: Console) -> bool:
     return not wrong
 
 
-def main() -> int:
-    """Run the demo on the broker that the command line names, and return the exit status."""
+def main(demonstrate: Callable[[str | None, Path, Console], bool] = demonstrate) -> int:
+    """Run *demonstrate* on the broker that the command line names, and return the exit status."""
     for number in STOP_SIGNALS:
         signal.signal(number, stop)
     console = Console(highlight=False, markup=False)
