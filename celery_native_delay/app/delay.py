@@ -325,15 +325,18 @@ class Delay(HoldCalls, KeyedCalls):
         countdown: float | None = None,
         eta: datetime | str | None = None,
         by: float | None = None,
+        spread: float | None = None,
     ) -> list[Outcome]:
         """Give many waiting tasks new due times, over one connection.
 
-        Without *by*, all are due at the same time.
+        Without *by* and *spread*, all are due at the same time.
 
         Args:
             task_ids: the tasks.
             countdown: as in :meth:`reschedule`, like *eta* and *by*. With *by*, each task is moved
                 by so many seconds, and their spacing stays.
+            spread: seconds over which the tasks are due one after the other, evenly and in the
+                order of *task_ids*. The first is due after *countdown* or at *eta*, or now.
 
         Raises:
             InvalidDueTime: an argument is invalid, or *by* is given with another one.
@@ -341,18 +344,23 @@ class Delay(HoldCalls, KeyedCalls):
         """
         ids = _ids_of(task_ids)
         if by is not None:
-            if (countdown, eta) != (None, None):
-                raise InvalidDueTime("expected by alone, or countdown or eta")
+            if (countdown, eta, spread) != (None, None, None):
+                raise InvalidDueTime("expected by alone, or countdown, eta or spread")
             return self._move(ids, _moved_by(by))
         if isinstance(countdown, int | float):
             countdown = max(countdown, 0)
-        then_us = due_us(delay_headers(countdown=countdown, eta=eta)["eta"])
+        if spread is not None:
+            _check_seconds("spread", spread, least=0.0)
+            countdown = 0 if countdown is None and eta is None else countdown
+        first_us = due_us(delay_headers(countdown=countdown, eta=eta)["eta"])
+        step_us = (spread or 0) * 1_000_000 / max(len(ids) - 1, 1)
+        due = {one: first_us + round(at * step_us) for at, one in enumerate(dict.fromkeys(ids))}
         check_due(
-            then_us,
+            max(due.values(), default=0),
             now_us=time_ns() // 1000,
             longest_delay_seconds=installed(self._app).settings().longest_delay_seconds,
         )
-        return self._move(ids, lambda task: _or_now(then_us))
+        return self._move(ids, lambda task: _or_now(due[task.id]))
 
     def update(
         self,
@@ -542,10 +550,16 @@ def _check_count(name: str, value: object, *, least: int) -> None:
         raise InvalidQuery(f"expected {name} to be a whole number from {least}, got {value!r}")
 
 
+def _check_seconds(name: str, value: object, *, least: float = -math.inf) -> None:
+    is_number = isinstance(value, int | float) and math.isfinite(value)
+    if not is_number or value < least:  # type: ignore[operator]
+        text = "seconds" if least < 0 else f"seconds from {least:g}"
+        raise InvalidDueTime(f"expected {name} in {text}, got {value!r}")
+
+
 def _moved_by(seconds: float) -> DueTime:
     """Return a rule that moves each message once, however often it is asked about it."""
-    if not isinstance(seconds, int | float) or not math.isfinite(seconds):
-        raise InvalidDueTime(f"expected by in seconds, got {seconds!r}")
+    _check_seconds("by", seconds)
     moved_us: dict[str, int] = {}
 
     def rule(task: Waiting) -> int | None:

@@ -146,28 +146,37 @@ def cancel(ctx: click.Context, **chosen: Any) -> None:
 @click.option("--countdown", type=Duration(), help="From now: seconds, or such as 1h30m, 2d.")
 @click.option("--eta", type=Moment(), metavar="TIME", help="ISO 8601, or 'tomorrow 09:00'.")
 @click.option("--by", type=Duration(), help="Move due times: +2h is later, -2h earlier.")
+@click.option(
+    "--spread", type=Duration(at_least=0), help="Due one after the other over this time, evenly."
+)
 def reschedule(
     ctx: click.Context,
     countdown: float | None,
     eta: datetime | None,
     by: float | None,
+    spread: float | None,
     **chosen: Any,
 ) -> None:
     """Give waiting tasks another due time, by IDs or by a search.
 
-    --by keeps the spacing of several tasks. A due time in the past needs the option --yes.
+    --by keeps the spacing of several tasks. --spread begins now, or at --countdown or --eta. A due
+    time in the past needs the option --yes.
     """
     from ..app.delay import Delay
 
-    if sum(each is not None for each in (countdown, eta, by)) != 1:
-        raise click.UsageError("give one of --countdown, --eta and --by")
+    given = [each is not None for each in (countdown, eta, by)]
+    if sum(given) > 1 or not (any(given) or spread is not None):
+        one = "give --countdown, --eta or --by"
+        raise click.UsageError(f"{one}, not several" if any(given) else f"{one}, or --spread")
+    if by is not None and spread is not None:
+        raise click.UsageError("give --by or --spread, not both")
     if not chosen["force"]:
         _refuse_past(countdown, eta)
     _change(
         ctx,
         "reschedule",
         "rescheduled",
-        partial(Delay.reschedule_all, countdown=countdown, eta=eta, by=by),
+        partial(Delay.reschedule_all, countdown=countdown, eta=eta, by=by, spread=spread),
         **chosen,
     )
 

@@ -72,14 +72,20 @@ class ApiHandler(Errors, BaseApiHandler):
         """Return the new due time that a user has written in ``when``.
 
         It is ``2 h`` from now, ``+2 h`` later than each task is due now, ``tomorrow 09:00`` or ISO
-        8601 in the app's time zone.
+        8601 in the app's time zone. From then or from now on, ``spread`` makes the tasks due one
+        after the other over this time.
         """
         when = str(body.get("when") or "").strip()
-        if not when:
+        found: dict[str, Any] = {}
+        if spread := str(body.get("spread") or "").strip():
+            found["spread"] = seconds_of(spread)
+        elif not when:
             raise web.HTTPError(400, "expected when, such as 2 h, +2 h or tomorrow 09:00")
         if when.startswith(("+", "-")):
-            return {"by": seconds_of(when)}
-        return {"eta": moment_of(when, datetime.now(self.capp.timezone))}
+            found["by"] = seconds_of(when)
+        elif when:
+            found["eta"] = moment_of(when, datetime.now(self.capp.timezone))
+        return found
 
     def body(self) -> dict[str, Any]:
         """Return the JSON object in the request, or {} if the body is not JSON."""

@@ -207,8 +207,8 @@ def test_run_now_delivers_a_task_at_once(app: Celery, delay: Delay, arrivals: In
     assert datetime.fromisoformat(arrival.message.headers["eta"]) <= datetime.now(UTC)
 
 
-def test_many_tasks_are_moved_by_a_time(app: Celery, delay: Delay) -> None:
-    """``by`` keeps the spacing of the tasks."""
+def test_many_tasks_are_moved_by_a_time_or_spread(app: Celery, delay: Delay) -> None:
+    """``by`` keeps the spacing of the tasks; ``spread`` sets it."""
     for number in range(3):
         send_task(app, number, countdown=3600 + number * 60)
     before = list(delay.ls())
@@ -217,8 +217,13 @@ def test_many_tasks_are_moved_by_a_time(app: Celery, delay: Delay) -> None:
     assert after == [task.due_us + 7_200_000_000 for task in before]
     assert delay.reschedule(before[0], by=-600.5)
     assert delay.ls()[0].due_us == after[0] - 600_500_000
+    eta = datetime.now(UTC) + timedelta(hours=1)
+    assert all(delay.reschedule_all(delay.ls(), eta=eta, spread=600))
+    assert [task.due - eta for task in delay.ls()] == [
+        timedelta(minutes=each) for each in (0, 5, 10)
+    ]
     with pytest.raises(InvalidDueTime, match="by alone"):
-        delay.reschedule_all(before, by=1, countdown=1)
+        delay.reschedule_all(before, by=1, spread=1)
     with pytest.raises(DelayTooLong):
         delay.reschedule(before[0], by=1e12)
 

@@ -199,8 +199,9 @@ def test_commands_read_and_show_times_in_the_apps_time_zone(
 @pytest.mark.ci
 def test_missing_and_conflicting_options_are_refused(shop: Project) -> None:
     for arguments, said in (
-        (("reschedule", "a"), "give one of --countdown, --eta and --by"),
-        (("reschedule", "a", "--countdown", "1h", "--eta", "2099-01-01"), "give one of"),
+        (("reschedule", "a"), "give --countdown, --eta or --by, or --spread"),
+        (("reschedule", "a", "--countdown", "1h", "--eta", "2099-01-01"), "not several"),
+        (("reschedule", "a", "--by", "1h", "--spread", "1h"), "not both"),
         (("update", "a"), "give --args"),
         (("update", "a", "--args", "{}"), "a JSON list"),
         (("cancel",), "give IDs, or a search"),
