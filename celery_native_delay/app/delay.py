@@ -45,7 +45,7 @@ from ..records.waiting import (
 )
 from ..settings import DelaySettings
 from ..transports.aliases import delay_headers
-from .holds import HoldCalls
+from .holds import HoldCalls, Progress
 from .installation import ask_broker, checked_app, installed
 from .keyed import KeyedCalls, KeyKind, revoke_result
 from .schedules import Schedules
@@ -289,10 +289,15 @@ class Delay(HoldCalls, KeyedCalls):
             raise TypeError(f"expected a task or its name, got {task!r}")
         return self._cancel_key(key, name, kind)
 
-    def cancel_all(self, task_ids: Iterable[TaskId]) -> list[Outcome]:
-        """Cancel many waiting tasks over one connection, each as in :meth:`cancel`."""
+    def cancel_all(
+        self, task_ids: Iterable[TaskId], *, progress: Progress | None = None
+    ) -> list[Outcome]:
+        """Cancel many waiting tasks over one connection, each as in :meth:`cancel`.
+
+        *progress* is called with the number of tasks done since the last call, and in all.
+        """
         self._sets_results = True
-        return self._change(task_ids, self._cancel)
+        return self._change(task_ids, self._cancel, progress)
 
     def reschedule(
         self,
@@ -326,6 +331,7 @@ class Delay(HoldCalls, KeyedCalls):
         eta: datetime | str | None = None,
         by: float | None = None,
         spread: float | None = None,
+        progress: Progress | None = None,
     ) -> list[Outcome]:
         """Give many waiting tasks new due times, over one connection.
 
@@ -337,6 +343,7 @@ class Delay(HoldCalls, KeyedCalls):
                 by so many seconds, and their spacing stays.
             spread: seconds over which the tasks are due one after the other, evenly and in the
                 order of *task_ids*. The first is due after *countdown* or at *eta*, or now.
+            progress: as in :meth:`cancel_all`.
 
         Raises:
             InvalidDueTime: an argument is invalid, or *by* is given with another one.
@@ -346,7 +353,7 @@ class Delay(HoldCalls, KeyedCalls):
         if by is not None:
             if (countdown, eta, spread) != (None, None, None):
                 raise InvalidDueTime("expected by alone, or countdown, eta or spread")
-            return self._move(ids, _moved_by(by))
+            return self._move(ids, _moved_by(by), progress=progress)
         if isinstance(countdown, int | float):
             countdown = max(countdown, 0)
         if spread is not None:
@@ -360,7 +367,7 @@ class Delay(HoldCalls, KeyedCalls):
             now_us=time_ns() // 1000,
             longest_delay_seconds=installed(self._app).settings().longest_delay_seconds,
         )
-        return self._move(ids, lambda task: _or_now(due[task.id]))
+        return self._move(ids, lambda task: _or_now(due[task.id]), progress=progress)
 
     def update(
         self,
@@ -392,9 +399,11 @@ class Delay(HoldCalls, KeyedCalls):
         """Make a waiting task due now."""
         return self.run_all_now([_id_of(task_id)])[0]
 
-    def run_all_now(self, task_ids: Iterable[TaskId]) -> list[Outcome]:
-        """Make many waiting tasks due now, over one connection."""
-        return self._move(task_ids, lambda task: None)
+    def run_all_now(
+        self, task_ids: Iterable[TaskId], *, progress: Progress | None = None
+    ) -> list[Outcome]:
+        """Make many waiting tasks due now; *progress* is as in :meth:`cancel_all`."""
+        return self._move(task_ids, lambda task: None, progress=progress)
 
     # --- private -------------------------------------------------------------------------
 
@@ -422,8 +431,9 @@ class Delay(HoldCalls, KeyedCalls):
         task_ids: Iterable[TaskId],
         due_us: DueTime,
         edit: Edit | None = None,
+        progress: Progress | None = None,
     ) -> list[Outcome]:
-        moved = self._change(task_ids, lambda found, ids: found.move(ids, due_us, edit))
+        moved = self._change(task_ids, lambda found, ids: found.move(ids, due_us, edit), progress)
         self._keep_keys(moved)
         return moved
 
@@ -445,6 +455,7 @@ class Delay(HoldCalls, KeyedCalls):
         self,
         task_ids: Iterable[TaskId],
         change: Callable[[WaitingTasks, Sequence[str]], list[Outcome]],
+        progress: Progress | None = None,
     ) -> list[Outcome]:
         ids = _ids_of(task_ids)
         outcomes: list[Outcome] = []
@@ -470,6 +481,8 @@ class Delay(HoldCalls, KeyedCalls):
                         f"changed, or it has run"
                     )
                 outcomes.extend(changed)
+                if progress is not None:
+                    progress(len(changed), len(ids))
             return outcomes
 
         try:

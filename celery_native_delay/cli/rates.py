@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -14,6 +14,7 @@ from .group import as_json_option, command, installed_settings, limit_option, sa
 if TYPE_CHECKING:
     from ..rates.line import RateLine
 
+key_option = click.option("--key", help="The key. Leave it out for tasks without a key.")
 _HEADINGS = ("task", "key", "rate", "waiting", "next slot", "utilisation", "held")
 
 
@@ -46,14 +47,13 @@ def rates(ctx: click.Context, limit: int, as_json: bool) -> None:
 
 @command(group=rates, name="set")
 @click.argument("name")
-@click.argument("limit", required=False)
-@click.option("--key", help="The key. Leave it out for tasks without a key.")
+@click.argument("limit")
+@key_option
 @as_json_option
 def set_(ctx: click.Context, name: str, limit: str | None, key: str | None, as_json: bool) -> None:
     """Set the rate limit of one key to LIMIT, such as 500/m, in all workers.
 
-    Without LIMIT, the limit in the settings applies again. NAME is the name of the rate: by
-    default, the task's name.
+    NAME is the name of the rate: by default, the task's name.
     """
     from ..app.delay import Delay
 
@@ -61,6 +61,15 @@ def set_(ctx: click.Context, name: str, limit: str | None, key: str | None, as_j
     text = f"set to {limit}" if limit else "the limit in native_delay_rates applies again"
     found = {"name": name, "key": key, "limit": limit, "moved": moved}
     say(as_json, found, f"{text}; {moved:,} waiting task(s) moved")
+
+
+@command(group=rates)
+@click.argument("name")
+@key_option
+@as_json_option
+def unset(ctx: click.Context, name: str, **options: Any) -> None:
+    """Set the rate limit of one key to the limit in the settings again; NAME is as in `set`."""
+    ctx.invoke(set_, name=name, limit=None, **options)
 
 
 def shown(lines: Sequence[RateLine], more: bool, now: datetime) -> str:

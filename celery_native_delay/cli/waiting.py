@@ -16,12 +16,14 @@ from .group import (
     Json,
     Moment,
     as_json_option,
+    broker,
     command,
     confirm,
     delay_of,
     limit_option,
     local,
     print_json,
+    progress_bar,
     say,
     yes_option,
 )
@@ -32,6 +34,9 @@ if TYPE_CHECKING:
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 _LONGEST_TEXT = 40
+
+#: Changes of so many tasks show no progress bar.
+_WITHOUT_BAR = 1000
 
 
 def task_id(value: str) -> str:
@@ -74,6 +79,13 @@ _chosen = all_of(
 @command(name="ls")
 @_filters
 @limit_option
+@click.option(
+    "--offset",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Skip this many.",
+)
 @as_json_option
 def ls(
     ctx: click.Context,
@@ -81,11 +93,12 @@ def ls(
     from_: datetime | None,
     until: datetime | None,
     limit: int,
+    offset: int,
     as_json: bool,
 ) -> None:
     """List waiting tasks, earliest due time first. Times are in the app's time zone.
 
-    --json prints an object with `tasks` and `total`, and times in UTC. `total` is the
+    --json prints an object with `tasks`, `offset` and `total`, and times in UTC. `total` is the
     number of all matching tasks, or null if a search has 1,000 or more matches beyond the printed
     tasks.
     """
@@ -94,16 +107,25 @@ def ls(
 
     delay = delay_of(ctx)
     query = _query(search, from_, until)
-    page, counted = listed(delay, query, 0, limit)
+    page, counted = listed(delay, query, offset, limit)
     if as_json:
         tasks = [task.as_json() for task in page]
         total = page.total if counted else None
-        print_json({"total": total, "tasks": tasks})
+        print_json({"total": total, "offset": offset, "tasks": tasks})
         return
     if page:
         click.echo(_table(ctx, page))
     many = f"{'' if counted else 'at least '}{page.total:,}"
     click.echo(f"{len(page):,} of {many} {'waiting' if query == ALL else 'that match'}")
+    if query == ALL and (others := _in_broker(ctx)):
+        click.echo(f"{others:,} more wait in the broker, which cannot list them")
+
+
+def _in_broker(ctx: click.Context) -> int:
+    """Return the number of tasks that wait in the broker beside a store."""
+    with broker(ctx) as part:
+        count = getattr(part, "in_broker", int)
+        return count() or 0
 
 
 @command(name="show")
@@ -239,7 +261,11 @@ def _change(
     chosen = list(dict.fromkeys(ids)) or delay.ids(_query(search, from_, until))
     if by_search and chosen and not force:
         confirm(f"{verb.capitalize()} {len(chosen):,} task(s)?")
-    outcomes = change(delay, chosen)
+    if len(chosen) > _WITHOUT_BAR:
+        with progress_bar(verb) as progress:
+            outcomes = change(delay, chosen, progress=progress)
+    else:
+        outcomes = change(delay, chosen)
     failed = [outcome for outcome in outcomes if not outcome]
     if as_json:
         verdicts = [{"id": each.id, "verdict": each.verdict.value} for each in outcomes]

@@ -64,13 +64,13 @@ def test_the_rate_of_a_key_is_set_and_unset(tmp_path: Path, empty_redis: Private
         fill(app, "shop.call_api", "ada", "10/h", waiting=0)
         (line,) = Delay(app).rates()
         assert (line.rate, line.waiting, line.overridden) == ("20/m", 8, True)
-        (said,) = shop.lines("rates", "set", "shop.call_api", "--key", "ada")
+        (said,) = shop.lines("rates", "unset", "shop.call_api", "--key", "ada")
         assert said.startswith("the limit in native_delay_rates applies again")
         (line,) = Delay(app).rates()
         assert (line.rate, line.waiting, line.overridden) == ("10/h", 8, False)
         told = shop.told("rates", "set", "shop.call_api", "30/m", "--key", "bob")
         assert told == {"name": "shop.call_api", "key": "bob", "limit": "30/m", "moved": 0}
-        told = shop.told("rates", "set", "shop.call_api", "--key", "bob")
+        told = shop.told("rates", "unset", "shop.call_api", "--key", "bob")
         assert told == {"name": "shop.call_api", "key": "bob", "limit": None, "moved": 0}
         with pytest.raises(SettingsError, match=r"\(shop.call_api\), got 'shop.cal'"):
             Delay(app).set_rate("shop.cal", "ada", "1/s")
