@@ -220,6 +220,17 @@ class Bulk:
                 raise PublishRefused(f"{result}; the first being {refused[0]}", refused)
         return task_id
 
+    @property
+    def unconfirmed_count(self) -> int:
+        """The number of sent tasks that the broker has neither confirmed nor refused."""
+        waiting = 0 if self._publisher is None else int(self._publisher.outbox.unconfirmed_count)
+        return len(self.result.in_doubt) + waiting
+
+    @property
+    def has_given_up(self) -> bool:
+        """True if the connection was lost for a minute, or the broker rejects the login."""
+        return bool(self._publisher.outbox.has_given_up)
+
     def _made(
         self,
         known: Task | None,

@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timedelta
 from enum import Enum
-from typing import Any
+from typing import Any, TypeAlias
 from zoneinfo import ZoneInfo
 
 import numpy as np
 import pyarrow as pa
+from pyspark.errors import AnalysisException
 from pyspark.sql import functions as f
 from pyspark.sql import types as t
 
 from ..durations import duration
+from ..rates.rate import LONGEST_KEY
 from .ids import counted, id_of, key_text, smear_us_of
 from .options import EPOCH, FanOutOptions
-from .slots import check_exists, check_type, column_text, slots
+from .slots import Slot, check_type, column_text, no_such_column, slots
+from .spreading import Spread
 
 #: The columns of an encoded row, in this order.
 SENT_COLUMNS = ("task_id", "due_us", "body", "queue", "priority", "expires_us", "error")
@@ -33,8 +36,17 @@ _ENDLESS_US = _ENDLESS_SECONDS * 1_000_000
 
 _MICROSECOND = timedelta(microseconds=1)
 
+#: Called with the number of accepted rows of a partition, and some of their due times in order.
+Tell: TypeAlias = Callable[[int, Sequence[int]], object]
+
+#: About how many due times stand for those of all rows of a partition.
+_TOLD = 20
+
+_DUE = SENT_COLUMNS.index("due_us")
+
 _LONGS = ("due_us", "priority", "expires_us")
-_ARROW_TYPES = [pa.int64() if name in _LONGS else pa.string() for name in SENT_COLUMNS]
+_ENCODED = (*SENT_COLUMNS, "line")
+_ARROW_TYPES = [pa.int64() if name in _LONGS else pa.string() for name in _ENCODED]
 
 
 def inputs(df: Any, options: FanOutOptions) -> tuple[Any, dict[str, t.DataType]]:
@@ -45,7 +57,7 @@ def inputs(df: Any, options: FanOutOptions) -> tuple[Any, dict[str, t.DataType]]
     """
     read = list(slots(options))
     for slot in read:
-        check_exists(df, slot)
+        _check_exists(df, slot)
     chosen = [f.col(s.column) if isinstance(s.column, str) else s.column for s in read]
     frame = df.select(
         f.struct("*").alias("row"), *(c.alias(s.name) for c, s in zip(chosen, read, strict=True))
@@ -61,29 +73,33 @@ def encoded(
     options: FanOutOptions,
     *,
     longest_seconds: float,
+    spread: Spread | None = None,
     keep: Sequence[str] = (),
+    tell: Tell | None = None,
 ) -> Any:
     """Return a DataFrame with one encoded task per row, in the columns ``SENT_COLUMNS``.
 
     First come the columns of *df* named in *keep*. If a row is rejected, the column ``error`` has
-    the reason, else null. A row with a delay above *longest_seconds* is rejected.
+    the reason, else null. A row with a delay above *longest_seconds* is rejected. If *spread* is
+    given, due times move later, to obey a rate limit. *tell* is called at the end of a partition.
     """
     frame, types = inputs(df, options)
     encoder = Encoder(options, types, longest_seconds=longest_seconds)
     schema = t.StructType([t.StructField(name, types[name]) for name in keep])
-    for name in SENT_COLUMNS:
+    for name in _ENCODED:
         schema.add(name, t.LongType() if name in _LONGS else t.StringType())
+    key = None if spread is None else spread.column
+    is_final = spread is None
+    encode = _batch_encoder(encoder, options.run_id, keep, key, tell, is_final=is_final)
     kept = [f.col(name).alias(f"kept_{name}") for name in keep]  # another column may be so named
-    run_id, names, first = options.run_id, [*keep, *SENT_COLUMNS], len(keep)
-
-    def encode(batches: Iterator[Any]) -> Iterator[Any]:
-        for batch in batches:
-            rows = encoder.rows(batch.columns[first:], run_id)
-            made = [*zip(*rows, strict=True)] or [()] * len(SENT_COLUMNS)
-            arrays = [pa.array(one, kind) for one, kind in zip(made, _ARROW_TYPES, strict=True)]
-            yield pa.RecordBatch.from_arrays([*batch.columns[:first], *arrays], names=names)
-
-    return frame.select(*kept, *encoder.slot_names).mapInArrow(encode, schema)
+    result = frame.select(*kept, *encoder.slot_names).mapInArrow(encode, schema)
+    if spread is not None:
+        too_late = f.when(f.col("due_us") > encoder.latest_us, encoder.too_far).when(
+            f.col("expires_us") <= f.col("due_us"), encoder.expired
+        )
+        result = spread.over(result, options.now_us)
+        result = result.withColumn("error", f.coalesce("error", too_late))
+    return result.select(*keep, *SENT_COLUMNS)
 
 
 class Encoder:
@@ -139,6 +155,12 @@ class Encoder:
                 yield self._row(values, parts)
             except _Rejected as exc:
                 yield None, None, None, None, None, None, str(exc)
+
+    def texts(self, columns: Sequence[Any], name: str) -> list[str | None]:
+        """Return the column *name* as short texts; null and invalid UTF-8 become None."""
+        place = self.slot_names.index(name)
+        values = _values(columns[place], self._kinds[place])
+        return [None if one in (None, _Fault.NO_TEXT) else str(one)[:LONGEST_KEY] for one in values]
 
     # --- private -------------------------------------------------------------------------
 
@@ -277,3 +299,52 @@ def _plain(value: Any, kind: Any) -> Any:
         case t.FloatType():
             return float(str(np.float32(value)))
     return value
+
+
+def _batch_encoder(
+    encoder: Encoder,
+    run_id: str,
+    keep: Sequence[str],
+    key: str | None,
+    tell: Tell | None,
+    *,
+    is_final: bool,
+) -> Callable[[Iterator[Any]], Iterator[Any]]:
+    """Return a mapInArrow() function that encodes rows and copies the columns *keep* and *key*."""
+    kept = len(keep)
+
+    def encode(batches: Iterator[Any]) -> Iterator[Any]:
+        count, some_us = 0, []
+        for batch in batches:
+            columns = batch.columns[kept:]
+            made = [*zip(*encoder.rows(columns, run_id), strict=True)] or [()] * len(SENT_COLUMNS)
+            line = [None] * len(made[0]) if key is None else encoder.texts(columns, key)
+            typed = zip((*made, line), _ARROW_TYPES, strict=True)
+            arrays = [pa.array(one, kind) for one, kind in typed]
+            whole = [*batch.columns[:kept], *arrays]
+            yield pa.RecordBatch.from_arrays(whole, names=[*keep, *_ENCODED])
+            due_us = [one for one in made[_DUE] if one is not None]
+            count += len(due_us)
+            some_us += _spaced(due_us) if is_final else []  # else a rate still moves them
+        if tell is not None and count:
+            tell(count, _spaced(some_us))
+
+    return encode
+
+
+def _spaced(times_us: list[int]) -> list[int]:
+    return sorted(times_us)[:: len(times_us) // _TOLD + 1]
+
+
+def _check_exists(df: Any, slot: Slot) -> None:
+    """Raise InvalidFanOut if the column does not exist, or if several columns match."""
+    name = slot.column
+    alike = [one for one in df.columns if isinstance(name, str) and one.lower() == name.lower()]
+    if alike == [name] and "." not in alike[0]:
+        return
+    try:
+        if isinstance(name, str) and "." not in name and (not alike or alike.count(name) > 1):
+            raise AnalysisException("none, or several")  # Spark 4 would log a page about it
+        df.select(name).schema  # noqa: B018  Spark Connect looks at it now
+    except AnalysisException as exc:
+        raise no_such_column(slot, df.columns) from exc

@@ -6,8 +6,8 @@ import logging
 import pickle
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from time import monotonic
@@ -24,20 +24,13 @@ from ..durations import duration
 from ..errors import FanOutFailed, InvalidFanOut, NativeDelayError, StoreUnavailable
 from ..now import moment
 from . import encode
-from .app import AppFacts, describe, on_app
+from .app import AppFacts, Call, describe, on_app
+from .encode import SENT_COLUMNS, Tell
+from .executor import ANSWERS, LEDGER_COLUMNS, answers_of, asker, sender
+from .live_counts import LiveCounts, context_of, tell_encoded
 from .options import FanOutKeywords, FanOutOptions
 from .plan import Plan, make_plan
-from .sending import (
-    ANSWERS,
-    LEDGER_COLUMNS,
-    Failure,
-    Receipt,
-    SendJob,
-    answers_of,
-    asker,
-    sender,
-    warn_of_late_sending,
-)
+from .sending import Failure, Receipt, SendJob, warn_of_late_sending
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +139,7 @@ class FanOut:
         self._df = df
         self._has_run_id = "run_id" in options
         self._has_warned = False
-        encode.inputs(df, self.options)
+        self._inputs, _ = encode.inputs(df, self.options)
 
     @property
     def run_id(self) -> str:
@@ -155,14 +148,13 @@ class FanOut:
 
     @cached_property
     def facts(self) -> AppFacts:
-        """Facts about the Celery app, such as its longest delay; the first access asks an executor.
+        """Facts about the Celery app, such as its queues; the first access starts a Spark job.
 
         Raises:
-            InvalidFanOut: an executor cannot import the app, or the app lacks the task.
+            InvalidFanOut: an executor cannot import the app, or the app lacks the task or a queue.
         """
-        options = self.options
-        call = options.app, options.task, len(options.args), tuple(options.keywords)
-        facts: AppFacts = self._ask(partial(describe, *call, check_task=options.check_task))
+        facts: AppFacts = self._ask(partial(describe, Call.of(self.options)))
+        self._check_queues(facts)
         return facts
 
     def _ask(self, question: Callable[[], Any]) -> Any:
@@ -184,15 +176,16 @@ class FanOut:
         """A DataFrame with one encoded task per row; a rejected row has the reason in ``error``."""
         return self._encoded(self.options)
 
-    def _encoded(self, options: FanOutOptions, *keep: str) -> Any:
-        longest_seconds = self.facts.longest_seconds
-        return encode.encoded(self._df, options, longest_seconds=longest_seconds, keep=keep)
+    def _encoded(self, options: FanOutOptions, *keep: str, tell: Tell | None = None) -> Any:
+        longest_seconds, spread = self.facts.longest_seconds, self.facts.spread
+        more: Any = {"longest_seconds": longest_seconds, "spread": spread}
+        return encode.encoded(self._df, options, **more, keep=keep, tell=tell)
 
     def plan(self) -> Plan:
         """Count the tasks that :meth:`send` would send, without a connection to the broker.
 
         Raises:
-            InvalidFanOut: an executor cannot import the app, or the app lacks the task.
+            InvalidFanOut: an executor cannot import the app, or the app lacks the task or a queue.
         """
         self._warn_if_volatile()
         return make_plan(self.encoded, self.facts, self.options, self._senders)
@@ -214,7 +207,8 @@ class FanOut:
         what the first one rejected, and count a *countdown* from its beginning. Tasks that have run
         are not sent again.
 
-        If the Spark job fails or is interrupted, executors stop. Tasks that were sent will run.
+        If the Spark job fails or is interrupted, the log has three numbers: tasks sent, confirmed,
+        and in doubt (the broker may have received these tasks).
 
         Args:
             ledger: the path to which Spark appends the tasks of this job, as Parquet, when it ends:
@@ -222,8 +216,8 @@ class FanOut:
                 :func:`reconcile`. An id column with such a name becomes ``id_due``, for example.
 
         Raises:
-            InvalidFanOut: an executor cannot import the app, or the app lacks the task, or the run
-                was cancelled. Nothing was sent.
+            InvalidFanOut: an executor cannot import the app, or the app lacks the task or a queue,
+                or the run was cancelled. Nothing was sent.
             FanOutFailed: the broker has not confirmed some tasks, which the error's *result* lists.
                 Or the store or the Redis broker does not answer: nothing was sent.
             pyspark.errors.PySparkException: the Spark job failed.
@@ -244,21 +238,39 @@ class FanOut:
         keys = self._keys if ledger is not None else {}
         rate, senders = options.max_rate, self._senders
         started = monotonic()
-        # A shuffle, and no coalesce(): the rows are computed with all slots of the cluster, and
-        # sent by few tasks. By id, so that a repeated task of Spark has the same rows. In the
-        # order of due times, so that few are late.
-        frame = self._encoded(options, *keys).repartition(senders, "task_id")
-        frame = frame.sortWithinPartitions("due_us")
-        each = None if rate is None else rate / senders
-        once = bool(options.once) if run is None else options.once is not False
-        job = SendJob(options.app, options.task, each, once, run)
-        with _stopped_if_it_fails(spark, self.run_id, job_id):
-            answers = self._sent(frame, job, keys, ledger)
+        with LiveCounts(spark, job_id) as counts:
+            tell = None if counts.address is None else partial(tell_encoded, counts.address, job_id)
+            frame = self._encoded(options, *keys, tell=tell)
+            # A shuffle, and no coalesce(): the rows are computed with all slots of the cluster, and
+            # sent by few tasks. By id, so that a repeated task of Spark has the same rows. In the
+            # order of due times, so that few are late.
+            frame = frame.select(*keys, *SENT_COLUMNS).repartition(senders, "task_id")
+            frame = frame.sortWithinPartitions("due_us")
+            each = None if rate is None else rate / senders
+            job = SendJob.of(options, run, job_id, max_rate=each, driver=counts.address)
+            try:
+                answers = self._sent(frame, job, keys, ledger)
+            except BaseException as exc:
+                ended = "was interrupted" if isinstance(exc, KeyboardInterrupt) else "failed"
+                logger.error(
+                    "native delay: run %s %s: %s; tasks that were sent will run",
+                    self.run_id,
+                    ended,
+                    counts.stop(),
+                )
+                raise
         receipts = sorted(
             (answer for answer in answers if isinstance(answer, Receipt)),
             key=lambda receipt: receipt.partition,
         )
         failures = [answer for answer in answers if isinstance(answer, Failure)]
+        if again := counts.sent_again({(each.partition, each.attempt) for each in receipts}):
+            logger.warning(
+                "native delay: Spark repeated a part of the job, so %s tasks or more were sent "
+                "twice; they run %s",
+                f"{again:,}",
+                "once" if job.once else "twice",
+            )
         seconds = monotonic() - started
         result = FanOutResult(self.run_id, seconds, receipts, failures, options.app)
         warn_of_late_sending(result.sent_after_due, result.sent)
@@ -275,7 +287,7 @@ class FanOut:
     @property
     def _senders(self) -> int:
         """The number of Spark tasks that send. If some had to wait, their rows would be late."""
-        context, most = _context_of(self._df.sparkSession), self.options.connections
+        context, most = context_of(self._df.sparkSession), self.options.connections
         return most if context is None else min(most, context.defaultParallelism)
 
     @property
@@ -351,37 +363,16 @@ class FanOut:
         except NativeDelayError as exc:
             logger.warning("native delay: the state of run %s is older: %s", self.run_id, exc)
 
-
-@contextmanager
-def _stopped_if_it_fails(spark: Any, run_id: str, job_id: str) -> Iterator[None]:
-    """Cancel the Spark job *job_id* of the ``with`` block if the block raises.
-
-    On Ctrl-C, PySpark fails to cancel it: PySpark's signal handler calls the JVM on a connection
-    that is in use.
-    """
-    context = _context_of(spark)
-    if context is None:
-        yield
-        return
-    context.addJobTag(job_id)
-    try:
-        yield
-    except BaseException:
-        logger.error("native delay: run %s has failed: tasks that were sent will run", run_id)
-        with suppress(Exception):  # the JVM may be gone
-            context.cancelJobsWithTag(job_id)
-        raise
-    finally:
-        with suppress(Exception):
-            context.removeJobTag(job_id)
-
-
-def _context_of(spark: Any) -> Any:
-    """Return the SparkContext of a session; None with Spark Connect."""
-    try:
-        return spark.sparkContext
-    except Exception:  # the error differs between releases of Spark
-        return None
+    def _check_queues(self, facts: AppFacts) -> None:
+        if self.options.queue is None or not self.options.check_queue:
+            return
+        asked = self._inputs.select("queue").distinct().limit(10_000).collect()
+        names = {row["queue"] for row in asked} - {None, ""}
+        if unknown := sorted(names.difference(facts.queues)):
+            raise InvalidFanOut(
+                f"expected queues that the app's configuration names ({', '.join(facts.queues)}), "
+                f"got {', '.join(unknown[:10])}; add them to task_queues, or say check_queue=False"
+            )
 
 
 def _last_line(error: Exception) -> str:

@@ -11,7 +11,8 @@ from typing import Any, Required, TypedDict
 from uuid import uuid4
 from zoneinfo import ZoneInfo
 
-from ..errors import InvalidFanOut
+from ..errors import InvalidFanOut, SettingsError
+from ..rates.rate import Rate
 from ..texts import is_text
 from ..urls import without_password
 
@@ -59,6 +60,9 @@ class FanOutOptions:
     smear: float = 0.0
     """The longest extra delay in seconds, which spreads tasks that are due at the same time. The
     extra delay of a task is computed from the task id."""
+    rate: Rate | str | bool | None = None
+    """A rate limit that spreads the due times: a Rate, ``"100/m"``, or True. True means the task's
+    rate in the setting ``native_delay_rates``, which workers enforce."""
     max_rate: float | None = None
     """The largest number of tasks sent per second, over all connections; None is no limit."""
     connections: int = 4
@@ -69,6 +73,8 @@ class FanOutOptions:
     """The largest size of a task's arguments as JSON, in bytes; larger rows are rejected."""
     check_task: bool = True
     """If True, the task must be registered in the app. Use False for a task of another app."""
+    check_queue: bool = True
+    """If True, every queue name must occur in the app's configuration."""
     once: bool | None = None
     """If True, workers run each task a single time, however often it is sent. By default True with
     a Redis broker or ``native_delay_store``, which True needs."""
@@ -79,6 +85,7 @@ class FanOutOptions:
         for name in ("args", "id_cols"):
             object.__setattr__(self, name, _column_list(name, getattr(self, name)))
         object.__setattr__(self, "kwargs", _keyword_columns(self.kwargs))
+        object.__setattr__(self, "rate", _rate(self.rate))
         for name, (expected, fits) in _RULES.items():
             value = getattr(self, name)
             if not fits(value):
@@ -87,6 +94,8 @@ class FanOutOptions:
         if (self.eta is None) == (self.countdown is None):
             both = "both" if self.eta is not None else "neither"
             raise InvalidFanOut(f"expected either eta= or countdown= with a column, got {both}")
+        if self.rate and self.smear:
+            raise InvalidFanOut("expected either rate= or smear=, got both: each spreads by itself")
         if self.eta_zone is not None and self.eta is None:
             raise InvalidFanOut("expected eta_zone only with eta: a countdown has no zone")
         if isinstance(self.eta_zone, str):
@@ -122,11 +131,13 @@ class FanOutKeywords(TypedDict, total=False):
     id_cols: Sequence[Columnar]
     run_id: str
     smear: float
+    rate: Rate | str | bool | None
     max_rate: float | None
     connections: int
     past: str
     max_body_bytes: int
     check_task: bool
+    check_queue: bool
     once: bool | None
     now: datetime
 
@@ -139,6 +150,15 @@ def _check_zone(name: str) -> None:
             f"expected eta_zone to be a time zone such as 'Europe/Berlin', got {name!r}; "
             f"zones of a column are given as a Column: col({name!r})"
         ) from exc
+
+
+def _rate(rate: Any) -> Rate | bool | None:
+    if rate is None or isinstance(rate, bool | Rate):
+        return rate or None
+    try:
+        return Rate.of(rate)
+    except SettingsError as exc:
+        raise InvalidFanOut(f"rate: {exc}; or True for that of native_delay_rates") from exc
 
 
 def _column_list(name: str, columns: Any) -> tuple[Columnar, ...]:
@@ -197,7 +217,7 @@ _RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "connections": ("a whole number from 1 to 1000", _whole(1, 1000)),
     "past": ('"reject" or "send"', ("reject", "send").__contains__),
     "max_body_bytes": ("bytes from 1", _whole(1, 1 << 31)),
-    "check_task": ("True or False", _is_flag),
+    **dict.fromkeys(("check_task", "check_queue"), ("True or False", _is_flag)),
     "once": ("True, False or None", lambda value: value is None or _is_flag(value)),
     "now": ("an aware datetime", lambda now: isinstance(now, datetime) and now.tzinfo is not None),
 }

@@ -35,10 +35,15 @@ ADDED = ("verdict", "late_seconds", "sent_after_due", "ran")
 #: Celery rounds an ETA to milliseconds: a task that starts this much earlier is not early.
 ROUNDING_SECONDS = 0.001
 
+QUANTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99, "p999": 0.999}
+
 _NEVER_US = 1 << 62
 
 #: Fields of the telemetry that are in only some of an attempt's lines.
 _OF_AN_ATTEMPT = ("finished", "outcome", "queue", "retry_due", "waited")
+
+#: Spark's default accuracy of 10,000 is too coarse for the p99.9 of millions of tasks.
+_QUANTILE_ACCURACY = 100_000
 
 
 def read_events(spark: SparkSession, path: str | list[str]) -> DataFrame:
@@ -171,6 +176,49 @@ class Reconciliation:
         To send these tasks again with the same task ids, send the returned rows.
         """
         return self.verdicts.where("verdict = 'missing'").select(*map(_quoted, self.ledger_columns))
+
+    def summary(self, *by: str, due_seconds: float = 3600.0) -> DataFrame:
+        """Count the tasks by verdict, and compute quantiles of the tasks' lateness in seconds.
+
+        The quantiles exclude tasks that were sent after their due time (column ``sent_after_due``),
+        because no broker can deliver these tasks on time.
+
+        Args:
+            *by: columns to group by: ledger columns, ``"due"``, ``"queue"`` or ``"worker"``. By
+                default, all tasks are one group. The queue and the worker come from the task's
+                first start. If no worker started the task, the queue is the ledger's ``queue``.
+            due_seconds: the length of each ``"due"`` group in seconds. The result shows the start
+                of each group.
+        """
+        known = {name: F.col(_quoted(name)) for name in self.ledger_columns}
+        queues = [F.col("ran.queue"), *([known["queue"]] if "queue" in known else [])]
+        step_us = round(due_seconds * 1e6)
+        known |= {
+            "queue": F.coalesce(*queues),
+            "worker": F.col("ran.worker"),
+            "due": F.timestamp_micros(F.floor(F.unix_micros("due") / step_us) * step_us),
+        }
+        if unknown := [name for name in by if name not in known]:
+            raise ValueError(f"expected some of {', '.join(known)}, got {', '.join(unknown)}")
+        groups = self.verdicts.groupBy(*(known[name].alias(name) for name in by))
+        in_time = F.when(~F.coalesce("sent_after_due", F.lit(False)), F.col("late_seconds"))
+        late = F.percentile_approx(in_time, list(QUANTILES.values()), _QUANTILE_ACCURACY)
+        counted = groups.agg(
+            F.count("*").alias("tasks"),
+            *(F.count_if(F.col("verdict") == verdict).alias(verdict) for verdict in VERDICTS),
+            F.count_if("sent_after_due").alias("sent_after_due"),
+            late.alias("late"),
+            F.max(in_time).alias("late_max"),
+        )
+        shown = counted.select(
+            *map(_quoted, by),
+            "tasks",
+            *VERDICTS,
+            "sent_after_due",
+            *(F.col("late")[place].alias(f"late_{name}") for place, name in enumerate(QUANTILES)),
+            "late_max",
+        )
+        return shown.orderBy(*map(_quoted, by)) if by else shown
 
 
 def _tasks(events: DataFrame) -> DataFrame:

@@ -1,21 +1,20 @@
-"""What executors do in mapInArrow(): answer the driver, and send rows with ``bulk(app)``."""
+"""Send the rows of one partition with ``bulk(app)``, on an executor."""
 
 from __future__ import annotations
 
 import json
 import logging
-import pickle
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import chain, islice
+from itertools import islice
+from pathlib import Path
 from time import monotonic, sleep, time_ns
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.compute as pc
-from pyspark import TaskContext
+from pyspark import SparkFiles
 
 from ..app.runs import have_run
 from ..bulk.batch import Bulk
@@ -33,23 +32,13 @@ from ..now import moment
 from ..records.runs import RunRecord
 from ..records.waiting import RUN
 from .app import load_app
-from .encode import SENT_COLUMNS
+from .live_counts import Reporter
+from .options import FanOutOptions
 
 logger = logging.getLogger(__name__)
 
 #: Rows of a repeated run that are looked up at once.
 _LOOKED_AT = 1000
-
-Batches = Iterator[Any]
-
-#: The schema of a DataFrame whose rows are pickled answers of executors.
-ANSWERS = "answer binary"
-
-#: The columns of an encoded row that a ledger has, apart from *id_cols*.
-LEDGER_COLUMNS = ("task_id", "due_us", "queue")
-
-#: The largest number of answers in one Arrow batch.
-_MOST_ANSWERS = 10_000
 
 
 @dataclass(frozen=True)
@@ -70,6 +59,8 @@ class Receipt:
     """The numbers of sent and rejected rows of one partition, reported to the driver."""
 
     partition: int
+    attempt: int
+    """The id of the attempt of Spark's task, which no other attempt has."""
     rows: int = 0
     sent: int = 0
     confirmed: int = 0
@@ -98,27 +89,56 @@ class SendJob:
     """The largest number of Celery tasks per second on one connection; None is no limit."""
     once: bool = False
     """True if workers run each task a single time, even if Spark sends it twice."""
-    run: RunRecord | None = None
-    """The stored state of the run; None if it is not stored."""
+    run: str | None = None
+    """The name of the run, whose state is stored; None if it is not."""
+    is_repeated: bool = False
+    """True if this is not the run's first try. Due tasks that ran are not sent again."""
+    moved_us: int = 0
+    """The time by which the tasks of the run were rescheduled."""
+    id: str = ""
+    """The id of the Spark job; each batch of a stream has its own id."""
+    driver: tuple[str, int] | None = None
+    """The host and port to which executors report counts; None if the driver does not listen."""
+
+    @classmethod
+    def of(
+        cls,
+        options: FanOutOptions,
+        run: RunRecord | None,
+        job_id: str,
+        max_rate: float | None = None,
+        driver: tuple[str, int] | None = None,
+    ) -> SendJob:
+        """Return the job that sends rows; *run* is the stored state of its run, if there is one."""
+        job = cls(options.app, options.task, max_rate, bool(options.once), id=job_id, driver=driver)
+        if run is None:
+            return job
+        once, again = options.once is not False, run.tries > 1
+        return replace(job, once=once, run=run.run_id, is_repeated=again, moved_us=run.moved_us)
 
 
 def send_rows(rows: Iterable[tuple[Any, ...]], job: SendJob, receipt: Receipt) -> Iterator[Failure]:
     """Send encoded rows as Celery tasks; yield each Failure, and write the counts to *receipt*.
 
     An outage of the broker does not fail the Spark task, because Spark would send all rows again.
-    After a minute of outage, no more rows of this partition are sent. For each row that was not
-    sent, this function yields a Failure with the outcome "unsent".
+    After a minute of outage, this executor sends no more rows of this job. For each row that was
+    not sent, this function yields a Failure with the outcome "unsent".
     """
     started = monotonic()
     headers: dict[str, Any] = {ONCE: True} if job.once else {}
     if job.run is not None:
-        headers[RUN] = job.run.run_id
+        headers[RUN] = job.run
+    given_up = GivenUp(job.id)
+    receipt.broken = given_up.reason()
+    batch = Bulk(load_app(job.app), check=False, headers=headers)
+    reporter = Reporter(job.driver, job.id, receipt.partition, receipt.attempt)
     pace = Pace(job.max_rate)
     options: dict[Any, dict[str, Any]] = {}
     #: The broker's error by queue. Other rows of this queue are refused without asking the broker.
     error_of_queue: dict[str | None, str] = {}
-    moved_us = 0 if job.run is None else job.run.moved_us
-    with Bulk(load_app(job.app), check=False, headers=headers) as batch:
+    with ExitStack() as stack:
+        stack.callback(reporter.end, batch)
+        stack.enter_context(batch)
         for task_id, due_us, body, queue, priority, expires_us, error in _not_done(
             rows, job, receipt
         ):
@@ -140,10 +160,14 @@ def send_rows(rows: Iterable[tuple[Any, ...]], job: SendJob, receipt: Receipt) -
                 options[queue, priority] = sent_options
             if expires_us is not None:
                 sent_options = {**sent_options, "expires": _utc_text(expires_us)}
-            due_us += moved_us
+            due_us += job.moved_us
             eta = _utc_text(due_us)
             if eta > receipt.last_eta:  # as texts, because all have the same format
                 receipt.last_eta = eta
+            if reporter.report(batch):
+                receipt.broken = "the driver was interrupted"
+                given_up.note(receipt.broken)
+                break
             pace.wait()
             try:
                 batch.send(job.task, args, kwargs, eta=eta, task_id=task_id, **sent_options)
@@ -159,6 +183,8 @@ def send_rows(rows: Iterable[tuple[Any, ...]], job: SendJob, receipt: Receipt) -
                     yield Failure(task_id, "refused", error_text)
                 else:
                     receipt.broken = error_text
+                    if batch.has_given_up:
+                        given_up.note(error_text)
                     yield Failure(task_id, "unsent", error_text)
     result = batch.result
     for outcome, messages in (("refused", result.refused), ("in doubt", result.in_doubt)):
@@ -174,14 +200,13 @@ def _not_done(
     rows: Iterable[tuple[Any, ...]], job: SendJob, receipt: Receipt
 ) -> Iterator[tuple[Any, ...]]:
     """Yield the rows whose tasks have not run; count the others as done."""
-    run = job.run
-    if run is None or run.tries == 1 or not job.once:
+    if not (job.is_repeated and job.once):
         yield from rows
         return
     app, remaining = load_app(job.app), iter(rows)
     while some := list(islice(remaining, _LOOKED_AT)):
         now_us = time_ns() // 1000
-        due = [row[0] for row in some if row[-1] is None and row[1] + run.moved_us <= now_us]
+        due = [row[0] for row in some if row[-1] is None and row[1] + job.moved_us <= now_us]
         ran = have_run(app, job.task, due) if due else set()
         left = [row for row in some if row[0] not in ran]
         receipt.rows += len(some) - len(left)
@@ -214,6 +239,30 @@ def warn_of_late_sending(late: int, sent: int) -> None:
         )
 
 
+class GivenUp:
+    """A file on an executor. If the file exists, later Spark tasks of the job send nothing.
+
+    The file contains the reason.
+    """
+
+    def __init__(self, job_id: str) -> None:
+        # Spark ends the Python process of a failed task, so memory would not keep the reason.
+        name = f"celery-native-delay-{job_id}.given-up"
+        self._path = Path(SparkFiles.getRootDirectory(), name) if job_id else None
+
+    def reason(self) -> str:
+        """Return why an earlier Spark task on this executor stopped sending; "" if none did."""
+        if self._path is not None:
+            with suppress(OSError):
+                return self._path.read_text()
+        return ""
+
+    def note(self, reason: str) -> None:
+        if self._path is not None:
+            with suppress(OSError):
+                self._path.write_text(reason)
+
+
 class Pace:
     """Limits the tasks sent per second; after a pause, sends the tasks of 0.2 s at once."""
 
@@ -228,61 +277,3 @@ class Pace:
         if self._next > now:
             sleep(self._next - now)
         self._next = max(self._next, now - 0.2) + self._interval
-
-
-def asker(question: Callable[[], Any]) -> Callable[[Batches], Batches]:
-    """Return a mapInArrow() function that yields the answer of *question*, or its error."""
-
-    def ask(batches: Batches) -> Batches:
-        for _ in batches:
-            try:
-                yield _batch([question()])
-            except NativeDelayError as exc:
-                yield _batch([exc])
-
-    return ask
-
-
-def sender(job: SendJob, kept: Sequence[str] = ()) -> Callable[[Batches], Batches]:
-    """Return a mapInArrow() function that sends rows, and yields failures and counts.
-
-    After them come the columns *kept* of the accepted rows, without answers.
-    """
-
-    def send(batches: Batches) -> Batches:
-        receipt = Receipt(TaskContext.get().partitionId())
-        accepted: list[Any] = []
-
-        def rows() -> Iterator[tuple[Any, ...]]:
-            for batch in batches:
-                if kept:
-                    accepted.append(_accepted(batch, kept))
-                columns = [batch.column(name).to_pylist() for name in SENT_COLUMNS]
-                yield from zip(*columns, strict=True)
-
-        answers = chain(send_rows(rows(), job, receipt), [receipt])
-        while batch := list(islice(answers, _MOST_ANSWERS)):
-            types = accepted[0].schema.types[:-1] if accepted else [pa.null()] * len(kept)
-            nulls = [pa.nulls(len(batch), kind) for kind in types]
-            yield _batch(batch, nulls, kept)
-        yield from accepted
-
-    return send
-
-
-def _accepted(batch: Any, kept: Sequence[str]) -> Any:
-    """Return the columns *kept* of the rows of *batch* that are not rejected, with null answers."""
-    batch = batch.filter(pc.is_null(batch.column("error")))
-    columns = {name: batch.column(name) for name in kept}
-    columns["answer"] = pa.nulls(batch.num_rows, pa.binary())
-    return pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns))
-
-
-def answers_of(frame: Any) -> list[Any]:
-    """Run a DataFrame's Spark job, and unpickle the objects in the column ``answer``."""
-    return [pickle.loads(row.answer) for row in frame.collect()]
-
-
-def _batch(answers: list[Any], nulls: Sequence[Any] = (), kept: Sequence[str] = ()) -> Any:
-    pickled = pa.array([pickle.dumps(answer) for answer in answers], pa.binary())
-    return pa.RecordBatch.from_arrays([*nulls, pickled], names=[*kept, "answer"])

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pyspark.errors import AnalysisException
 from pyspark.sql import types as t
 
 from ..errors import InvalidFanOut
@@ -78,23 +77,10 @@ def check_type(slot: Slot, kind: t.DataType, *, has_zone: bool) -> None:
         )
 
 
-def check_exists(df: Any, slot: Slot) -> None:
-    """Raise InvalidFanOut if the column does not exist, or if several columns match."""
+def no_such_column(slot: Slot, columns: Sequence[str]) -> InvalidFanOut:
+    """Return the error for an unknown or ambiguous column name."""
     name = slot.column
-    alike = [one for one in df.columns if isinstance(name, str) and one.lower() == name.lower()]
-    if alike == [name] and "." not in alike[0]:
-        return
-    try:
-        if isinstance(name, str) and "." not in name and (not alike or alike.count(name) > 1):
-            raise AnalysisException("none, or several")  # Spark 4 would log a page about it
-        df.select(name).schema  # noqa: B018  Spark Connect looks at it now
-    except AnalysisException as exc:
-        raise _no_such_column(slot, df.columns, alike) from exc
-
-
-def _no_such_column(slot: Slot, columns: Sequence[str], alike: Sequence[str]) -> InvalidFanOut:
-    """Return the error for an unknown column, or one of several that differ only in case."""
-    name = slot.column
+    alike = [one for one in columns if isinstance(name, str) and one.lower() == name.lower()]
     if len(alike) > 1:
         return InvalidFanOut(
             f"expected {slot.label} to be one column of this DataFrame, got {column_text(name)}, "

@@ -41,6 +41,7 @@ def answer_of(app: Celery) -> tuple[str, float]:
     with pytest.raises(Exception, match=r"\S") as raised, bulk(app, check=False) as batch:
         batch.send("shop.remind", countdown=60)
     assert batch.result.sent == 0
+    assert batch.has_given_up
     return f"{type(raised.value).__name__}: {raised.value}", monotonic() - begun
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import json
+from collections import defaultdict
 from collections.abc import Callable
 from datetime import UTC, date, datetime, timedelta
 from typing import Any
@@ -13,12 +14,16 @@ import pytest
 
 pytest.importorskip("pyspark")
 
+import pyarrow as pa
 from pyspark.sql import functions as f
+from pyspark.sql import types as t
 
-from celery_native_delay import InvalidFanOut
+from celery_native_delay import InvalidFanOut, Rate
+from celery_native_delay.rates.line import Line
 from celery_native_delay.spark import FanOut, ids, task_id_of
-from celery_native_delay.spark.encode import encoded
+from celery_native_delay.spark.encode import Encoder, encoded
 from celery_native_delay.spark.options import EPOCH, FanOutOptions
+from celery_native_delay.spark.spreading import Spread
 
 NOW = datetime(2026, 10, 1, 12, tzinfo=UTC)
 LONGEST_SECONDS = 90 * 86_400.0
@@ -213,6 +218,8 @@ def test_bad_rows_are_rejected_with_a_reason_and_other_rows_are_sent(spark: Any)
         ({"countdown": "wait", "past": "drop"}, "reject"),
         ({"countdown": "wait", "now": datetime(2026, 1, 1)}, "aware"),
         ({"countdown": "wait", "prioritty": "text"}, "among .*priority.*prioritty"),
+        ({"countdown": "wait", "rate": "often"}, "expected a rate such as.*True for that of"),
+        ({"countdown": "wait", "rate": "1/s", "smear": 5}, "either rate= or smear="),
     ],
     ids=str,
 )
@@ -267,6 +274,101 @@ def test_a_row_with_text_that_is_no_utf8_is_rejected(spark: Any) -> None:
     assert json.loads(row.body) == [[], {"a": {"a": [{"text": "é"}]}}]
 
 
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        ("string", ["é", "", "x" * 300, None]),
+        ("long", [7, -1]),
+        ("boolean", [True, False]),
+    ],
+    ids=str,
+)
+def test_the_rate_key_of_a_row_is_the_one_that_workers_compute(
+    kind: str, values: list[Any]
+) -> None:
+    rate = Rate("1/s", key="tenant")
+    options = FanOutOptions(app="shop:app", task="t", countdown="wait", kwargs=["tenant"])
+    types = {"due_in": t.LongType(), "kwarg0": t.StructType().add("a", kind)["a"].dataType}
+    encoder = Encoder(options, types, longest_seconds=LONGEST_SECONDS)
+    columns = [pa.array([60] * len(values)), pa.array(values)]
+    sent = [json.loads(row[2]) for row in encoder.rows(columns, "r")]
+    at_workers = [rate.key_of(args, kwargs, {}) for args, kwargs in sent]
+    assert encoder.texts(columns, "kwarg0") == at_workers
+
+
+@pytest.mark.parametrize("rate", [Rate("10/s"), Rate("100/m", burst=10)], ids=str)
+def test_with_a_rate_tasks_fall_due_when_workers_may_start_them(spark: Any, rate: Rate) -> None:
+    """Each may start when it is due, and has the same due time if it is sent again.
+
+    Rows that are rejected, due long ago, or due later than all others are among them.
+    """
+    df = spark.range(600).selectExpr(
+        "id", "concat('t', id % 3) as tenant",
+        "case when id % 11 = 0 then null when id % 13 = 0 then -500.0D when id < 500 then 1.0D "
+        "else id * 3.0D end as wait",
+    )  # fmt: skip
+    options = FanOutOptions(
+        app="shop:app", task="shop.call", run_id="r", now=NOW, past="send",
+        countdown="wait", kwargs=["id", "tenant"], id_cols=["id"],
+    )  # fmt: skip
+    spread = Spread.of(rate, "kwarg1")
+    given: dict[str, Any] = {"longest_seconds": LONGEST_SECONDS, "spread": spread, "keep": ["row"]}
+    rows = encoded(df, options, **given).where("error is null").collect()
+    again = encoded(df.repartition(5), options, **given).where("error is null").collect()
+    assert {row.task_id: row.due_us for row in rows} == {row.task_id: row.due_us for row in again}
+    assert len(rows) == len([n for n in range(600) if n % 11])
+    lines: dict[str, Line] = defaultdict(Line)
+    for row in sorted(rows, key=lambda row: row.due_us):
+        assert row.due_us >= options.now_us + row.row.wait * 1_000_000
+        tenant, now_us = row.row.tenant, max(row.due_us, options.now_us)
+        lines[tenant], turn = lines[tenant].ask(rate, now_us, None)
+        assert turn.starts
+    backlog = [row.due_us for row in rows if row.row.wait <= 1 and row.row.tenant == "t0"]
+    allowed = (max(backlog) - min(*backlog, options.now_us)) / rate.period_us * rate.count
+    assert len(backlog) >= 0.97 * allowed
+
+
+def test_the_column_of_a_rates_key_is_found(spark: Any, make_app: Callable[..., str]) -> None:
+    """By name or position, for the app's rate and for a given rate."""
+    df = spark.range(5).selectExpr("id", "1.0D as wait")
+    rate = {"limit": "10/s", "key": "text", "burst": 2}
+    app = make_app("amqp://127.0.0.1:1", rates={"shop.remind": rate})
+
+    def spread(**options: Any) -> Spread | None:
+        whole = {"app": app, "task": "shop.remind", "countdown": "wait", "rate": True} | options
+        return FanOut(df, **whole).facts.spread
+
+    assert spread(kwargs={"number": "id", "text": "id"}) == Spread(102_010, 2, "kwarg1")
+    assert spread(args=["id", "id"]) == Spread(102_010, 2, "arg1")
+    assert spread(args=["id"]) == Spread(102_010, 2, None)
+    assert spread(args=["id"], rate="10/s") == Spread(102_010, 1, None)
+    assert spread(args=["id"], rate=None) is None
+    plain = make_app("amqp://127.0.0.1:1")
+    elsewhere = {"task": "other", "check_task": False, "args": ["id"]}
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"app": plain}, "native_delay_rates has none: add it there"),
+        ({"rate": Rate("1/s", key="nombre")}, "one of its arguments, number, text, extra"),
+        ({"rate": Rate("1/s", key=lambda *_: 1)}, "name of an argument.*a function"),
+        (elsewhere | {"rate": Rate("1/s", key="id")}, "among kwargs .none"),
+    ]
+    for options, message in wrong:
+        with pytest.raises(InvalidFanOut, match=message):
+            spread(**options)
+
+
+def test_a_row_that_a_rate_delays_for_too_long_is_rejected(spark: Any) -> None:
+    df = spark.range(3).selectExpr("id", "60.0D as wait", "70.0D as until")
+    options = FanOutOptions(
+        app="shop:app", task="shop.call", now=NOW, countdown="wait", kwargs=["id"], expires="until"
+    )
+    spread = Spread.of(Rate("8/m"), None)
+    rows = encoded(df, options, longest_seconds=90.0, spread=spread).collect()
+    assert sorted(row.error or "" for row in rows) == ["", "", "it expires before it is due"]
+    rows = encoded(df, options, longest_seconds=62.0, spread=spread).collect()
+    late = "the due time is beyond the longest delay of 1 min 2 s"
+    assert sorted(row.error or "" for row in rows)[1:] == [late, late]
+
+
 def test_a_plan_counts_rows_rejects_queues_and_due_times(
     spark: Any, make_app: Callable[..., str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -277,7 +379,7 @@ def test_a_plan_counts_rows_rejects_queues_and_due_times(
     )  # fmt: skip
     fan_out = FanOut(
         df,
-        app=make_app("amqp://127.0.0.1:1", levels=20),
+        app=make_app("amqp://127.0.0.1:1", levels=20, rates={"shop.remind": "10/s"}),
         task="shop.remind",
         countdown="wait",
         kwargs=["number"],

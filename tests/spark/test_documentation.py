@@ -120,3 +120,29 @@ def test_the_airflow_example_may_be_retried(
     assert (status.tries, status.planned, status.sent, status.cancelled) == (3, 100, 100, True)
     with pytest.raises(InvalidFanOut, match="choose another run_id"):
         send("2026-11-20")
+
+
+RATED = """
+from celery import Celery
+from celery_native_delay import Rate, install
+
+app = install(Celery("shop", broker="amqp://127.0.0.1:1", set_as_current=False),
+              rates={"shop.call_api": Rate("100/m", key="tenant", burst=10)})
+
+@app.task(name="shop.call_api", shared=False)
+def call_api(tenant, path):
+    pass
+"""
+
+
+def test_the_example_of_a_rate_spreads_due_times(spark: Any, apps_folder: Path) -> None:
+    (apps_folder / "rated_shop.py").write_text(RATED)
+    customers = spark.range(100).selectExpr(
+        "concat('tenant', id % 2) as tenant", "concat('/', id) as path", "60 as wait"
+    )
+    names: dict[str, Any] = {"customers": customers}
+    exec(only("spark-rate").text.replace("shop:app", "rated_shop:app"), names)
+    plan = names["calls"].plan()
+    assert plan.accepted == 100
+    # Ten at once for each of two tenants, and each 0.6 s one more.
+    assert 0.6 * 40 <= (plan.last_due - plan.first_due).total_seconds() <= 0.62 * 41

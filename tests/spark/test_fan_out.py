@@ -110,20 +110,23 @@ def test_five_thousand_tasks_arrive_once_and_never_early_in_their_queues(
         ({"app": "tests.spark.needy_app:app"}, "set spark.executorEnv.SHOP_BROKER_URL"),
         ({"task": "shop.remynd"}, "registers .*shop.remind.*, got 'shop.remynd'"),
         ({"kwargs": {"nombre": "id"}}, "that task 'shop.remind' takes.*nombre"),
+        ({"queue": f.lit}, r"configuration names .plain, vip.*got emails.*task_queues"),
     ],
-    ids=["missing", "no app", "not installed", "variable", "task", "arguments"],
+    ids=["missing", "no app", "not installed", "variable", "task", "arguments", "queue"],
 )
-def test_a_wrong_app_task_or_argument_is_one_error_before_sending(
+def test_a_wrong_app_task_argument_or_queue_is_one_error_before_sending(
     spark: Any, make_app: MakeApp, options: dict[str, Any], message: str
 ) -> None:
     """No broker is needed: none listens on that port."""
+    if "queue" in options:
+        options = {"queue": f.when(f.col("id") == 9, "emails").otherwise("vip")}
     defaults = {"app": make_app("amqp://127.0.0.1:1"), "task": "shop.remind"}
     fan_out = FanOut(spark.range(10), countdown=f.lit(5), **defaults | options)
     with pytest.raises(InvalidFanOut, match=message):
         fan_out.send()
 
 
-def test_a_task_of_another_app_is_sent_to_a_queue_of_its_own(
+def test_unknown_tasks_and_queues_are_allowed_without_checks(
     spark: Any, make_app: MakeApp, native_delay_rabbitmq_url: str
 ) -> None:
     result = FanOut(
@@ -134,6 +137,7 @@ def test_a_task_of_another_app_is_sent_to_a_queue_of_its_own(
         kwargs=["id"],
         queue=f.lit("elsewhere"),
         check_task=False,
+        check_queue=False,
         expires=f.lit(60),
         priority=f.lit(3),
         max_rate=100.0,
@@ -364,7 +368,7 @@ def test_during_an_outage_each_unsent_row_is_a_failure(
     body = json.dumps([[1], {}])
     rows: list[Any] = [(f"id-{n}", due_us, body, None, None, None, None) for n in range(5)]
     rows.insert(2, ("id-bad", None, None, None, None, None, "no due time"))
-    receipt = Receipt(0)
+    receipt = Receipt(0, 0)
     failures = list(send_rows(rows, SendJob(app, "shop.remind", None), receipt))
     assert [failure.task_id for failure in failures] == [f"id-{n}" for n in range(5)]
     assert {failure.outcome for failure in failures} == {"unsent"}
@@ -381,7 +385,12 @@ def test_a_task_that_the_broker_refuses_fails_the_run(spark: Any, make_app: Make
             "id as number", "repeat('x', if(id = 42, 120000, 1)) as text"
         )
         fan_out = reminders(
-            df, make_app(broker.url), kwargs=["number", "text"], id_cols=["number"], run_id="r"
+            df,
+            make_app(broker.url),
+            kwargs=["number", "text"],
+            id_cols=["number"],
+            run_id="r",
+            rate="100/s",
         )
         told = r"99 confirmed, 0 rejected, 1 refused.*send the same rows again with the same run_id"
         with pytest.raises(FanOutFailed, match=told) as e:

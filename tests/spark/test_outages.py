@@ -111,6 +111,20 @@ def test_a_job_waits_for_an_outage_only_once(
     assert patience_seconds - 5 < waited_seconds < 2 * patience_seconds
 
 
+def test_the_next_job_tries_the_broker_again(
+    spark: Any, make_app: MakeApp, native_delay_rabbitmq: Any, native_delay_rabbitmq_url: str
+) -> None:
+    """Also if it sends the same run."""
+    native_delay_rabbitmq.rabbitmqctl("add_user", "late", "late")
+    vhost = native_delay_rabbitmq_url.rpartition("/")[2]
+    app = make_app(native_delay_rabbitmq_url.replace("//guest:guest@", "//late:late@"))
+    reminders = fan_out(spark, app)
+    with pytest.raises(FanOutFailed, match="refused for user 'late'"):
+        reminders.send()
+    native_delay_rabbitmq.rabbitmqctl("set_permissions", "-p", vhost, "late", ".*", ".*", ".*")
+    assert reminders.send().confirmed == ROWS - ROWS // 4
+
+
 def test_a_missing_permission_is_tried_once_per_queue(
     make_app: MakeApp,
     apps_folder: Path,
@@ -138,7 +152,7 @@ def test_a_missing_permission_is_tried_once_per_queue(
         (f"id-{n}", due_us, json.dumps([[n], {}]), ("plain", "vip")[n % 2], None, None, None)
         for n in range(20)
     ]
-    receipt = Receipt(0)
+    receipt = Receipt(0, 0)
     failures = list(send_rows(rows, SendJob(app, "shop.remind", None), receipt))
     assert [failure.task_id for failure in failures] == [row[0] for row in rows]
     assert {failure.outcome for failure in failures} == {"refused"}

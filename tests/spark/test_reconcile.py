@@ -168,15 +168,26 @@ def test_grace_seconds_and_early_seconds_change_verdicts(
     assert found["early and open"] == "early"
 
 
-def test_stored_verdicts_are_counted(ledger: DataFrame, events: DataFrame, tmp_path: Path) -> None:
+def test_summaries(ledger: DataFrame, events: DataFrame, tmp_path: Path) -> None:
     result = reconcile(ledger, events, as_of=NOW).stored(str(tmp_path / "verdicts"))
     counts = result.counts()
     assert sum(counts.values()) == len(CASES)
     assert (counts["duplicate"], counts["unplanned"]) == (3, 1)
+    (whole,) = result.summary().collect()
+    assert {verdict: whole[verdict] for verdict in counts} == counts
+    assert (whole.tasks, whole.late_p50, whole.late_max) == (len(CASES), 0.1, 0.1)
+    by_queue = {row.queue: row for row in result.summary("queue", "worker").collect()}
+    assert by_queue["mail"].tasks == 5  # those that never started
+    assert by_queue["post"].missing == 1
+    due = [row.tasks for row in result.summary("due", due_seconds=600).collect()]
+    assert due == [2, len(CASES) - 3, 1]  # unplanned or without one, DUE, and "later"
+    assert [row["order.id"] for row in result.summary("order.id").tail(1)] == [len(CASES) - 2]
+    with pytest.raises(ValueError, match=r"expected some of task_id, due, .*, got quueue"):
+        result.summary("quueue")
 
 
-def test_tasks_sent_after_they_are_due_are_told_apart(spark: SparkSession) -> None:
-    """Their verdict is ok, and so they can be left out of the lateness."""
+def test_tasks_sent_after_they_are_due_do_not_count_as_late(spark: SparkSession) -> None:
+    """Their verdict is ok, and their lateness is not in the quantiles."""
     in_time = ended("success", 0.2, waited=True)
     lines = {
         "in time": in_time,
@@ -201,6 +212,9 @@ def test_tasks_sent_after_they_are_due_are_told_apart(spark: SparkSession) -> No
         "retried": False,
         "nobody can tell": None,
     }
+    (whole,) = found.summary().collect()
+    assert (whole.tasks, whole.ok, whole.sent_after_due) == (4, 4, 1)
+    assert (whole.late_p50, whole.late_max) == (0.3, 0.4)
 
 
 @pytest.mark.parametrize(
