@@ -82,7 +82,8 @@ test-tools: venv ## run the tests of make chaos, make bench, the scripts and the
 check: venv ## lint, format, types, the direction of imports, and plain words
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
-	$(PYTHON) -m mypy --strict celery_native_delay pytest_celery_native_delay.py
+	$(PYTHON) -m mypy --strict celery_native_delay pytest_celery_native_delay.py \
+		pyspark_celery_native_delay.py
 	$(VENV)/bin/lint-imports
 	$(PYTHON) -m pytest --quiet tests/unit/test_words.py
 

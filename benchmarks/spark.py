@@ -1,4 +1,4 @@
-"""Measure sending DataFrame rows as delayed tasks: ``FanOut``, and hand-written loops."""
+"""Measure sending DataFrame rows as delayed tasks: ``FanOut``, the sink, and hand-written loops."""
 
 from __future__ import annotations
 
@@ -95,6 +95,7 @@ def run(bench: Bench) -> Result:
             "store fan out": Way(
                 "PostgreSQL store: FanOut.send()", rows, partial(_fan_out, app="store_app")
             ),
+            "sink": Way('format("celery")', rows, _sink),
             "encode": Way("FanOut's Spark part alone", bench.count(ENCODED_ROWS), _encode),
         }
         for way in ways.values():  # the JVM, the Python workers, the delay levels
@@ -182,6 +183,13 @@ def _fan_out(df: Any, app: str = "app") -> Callable[[], object]:
 def _encode(df: Any) -> Callable[[], object]:
     writer = _fan_out_of(df).encoded.write  # asks the app first
     return writer.format("noop").mode("overwrite").save
+
+
+def _sink(df: Any) -> Callable[[], object]:
+    options = {"app": "benchmarks.spark_app:app", "task": TASK, "countdown_col": "wait"}
+    rows = df.withColumn("wait", f.lit(COUNTDOWN_SECONDS))
+    writer = rows.write.format("celery").options(**options, args_cols="index", id_cols="index")
+    return writer.mode("append").save
 
 
 def conclude(ways: dict[str, Way], rounds: int) -> Result:

@@ -110,14 +110,14 @@ class NoStore(StoreUnavailable):
 
 
 class InvalidFanOut(NativeDelayError, ValueError):
-    """An option, a column or the app of a ``FanOut`` in Spark is invalid."""
+    """An option, a column or a row of ``FanOut`` or ``format("celery")`` in Spark is invalid."""
 
 
 class FanOutFailed(NativeDelayError):
     """Sending tasks from Spark failed: for example, the broker did not confirm some tasks.
 
     *result* is the ``FanOutResult``, which lists the unconfirmed tasks. *result* is None if the
-    error has another reason.
+    error has another reason, or if ``format("celery")`` sent the rows.
     """
 
     def __init__(self, text: str, result: Any = None) -> None:

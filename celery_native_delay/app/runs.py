@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 from celery import Celery
@@ -16,7 +17,15 @@ from ..errors import CannotDelay, InvalidFanOut
 from ..keyed.record import has_run_once, name_of_once
 from ..now import moment, time_ns
 from ..records.interface import RecordName, Records
-from ..records.runs import RunRecord, begin_run, change_run, ended, latest_runs, read_run
+from ..records.runs import (
+    RUN_KIND,
+    RunRecord,
+    begin_run,
+    change_run,
+    ended,
+    latest_runs,
+    read_run,
+)
 from ..records.waiting import Query
 from ..settings import DelaySettings
 from ..urls import is_redis_url
@@ -172,19 +181,16 @@ def runs_of(app: Celery, limit: int, *, counts: bool = True) -> list[RunStatus]:
     return ask_broker(app, looked)
 
 
-def open_run(app: Celery, run_id: str, task: str, now_us: int, job: str) -> RunRecord | None:
+def open_run(
+    app: Celery, run_id: str, task: str, now_us: int, job: str, kind: str = RUN_KIND
+) -> RunRecord | None:
     """Note that a job sends a run; return its state, or None without a store and a Redis broker.
 
     Raises:
         InvalidFanOut: the run was cancelled.
         StoreUnavailable: the store does not answer; so nothing was sent.
     """
-
-    def begun(records: Records, settings: DelaySettings) -> RunRecord:
-        longest_us = round(settings.longest_delay_seconds * 1_000_000)
-        return begin_run(records, run_id, task, now_us, job=job, longest_us=longest_us)
-
-    record = _on_records(app, begun)
+    record = _on_records(app, partial(_begun, run_id, task, now_us, job=job, kind=kind))
     if record is not None and record.cancelled:
         raise InvalidFanOut(
             f"expected a run that was not cancelled, got {run_id!r}: choose another run_id"
@@ -210,6 +216,13 @@ def have_run(app: Celery, task: str, task_ids: Sequence[str]) -> set[str]:
     texts = _on_records(app, lambda records, _: records.load(names)) or ()
     pairs = zip(task_ids, texts, strict=False)
     return {task_id for task_id, text in pairs if has_run_once(text)}
+
+
+def _begun(
+    run_id: str, task: str, now_us: int, records: Records, settings: DelaySettings, **more: str
+) -> RunRecord:
+    longest_us = round(settings.longest_delay_seconds * 1_000_000)
+    return begin_run(records, run_id, task, now_us, longest_us=longest_us, **more)
 
 
 def _on_records(app: Celery, call: Callable[[Records, DelaySettings], T]) -> T | None:

@@ -9,13 +9,18 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
+from ..durations import DAY_US
 from ..errors import TopologyMismatch
 from ..texts import storable
 from .interface import Change, RecordName, Records, Snapshot
 
 VERSION = 1
 
-_KIND = "run"
+#: The kinds of stored state: of a run that a user named, and of a batch of a stream.
+RUN_KIND, BATCH_KIND = "run", "batch"
+
+#: Microseconds for which the state of a batch is kept: a stream replays only its last batch.
+_BATCH_KEPT_US = DAY_US
 
 
 @dataclass(frozen=True)
@@ -58,19 +63,27 @@ class RunRecord:
 
 
 def begin_run(
-    records: Records, run_id: str, task: str, now_us: int, *, job: str, longest_us: int
+    records: Records,
+    run_id: str,
+    task: str,
+    now_us: int,
+    *,
+    job: str,
+    longest_us: int,
+    kind: str = RUN_KIND,
 ) -> RunRecord:
     """Note that a Spark job sends a run, and return its state; the first sets its beginning.
 
-    *longest_us* is the longest delay of its tasks.
+    Each part of the job may say so. *longest_us* is the longest delay of its tasks.
     """
 
     def begun(seen: Snapshot) -> Change[RunRecord]:
-        known = _known(seen) or RunRecord(run_id, task, now_us, seen.now_us + longest_us)
+        kept_us = _BATCH_KEPT_US if kind == BATCH_KIND else longest_us
+        known = _known(seen) or RunRecord(run_id, task, now_us, seen.now_us + kept_us)
         new = replace(known, tries=known.tries + (known.job != job), job=job)
         return Change(new.encoded(), new.kept_us, new)
 
-    return records.change(name_of_run(run_id), begun)
+    return records.change(name_of_run(run_id, kind), begun)
 
 
 def change_run(
@@ -93,7 +106,7 @@ def read_run(records: Records, run_id: str) -> RunRecord | None:
 
 def latest_runs(records: Records, limit: int) -> list[RunRecord]:
     """Return up to *limit* runs, those with the latest tasks first."""
-    _, found = records.latest(_KIND, limit)
+    _, found = records.latest(RUN_KIND, limit)
     return [RunRecord.decoded(text) for _, text in found]
 
 
@@ -102,8 +115,8 @@ def ended(known: RunRecord, now_us: int, *, last_us: int, kept_us: int) -> RunRe
     return replace(known, kept_us=max(last_us, now_us) + kept_us)
 
 
-def name_of_run(run_id: str) -> RecordName:
-    return RecordName(_KIND, storable(run_id))
+def name_of_run(run_id: str, kind: str = RUN_KIND) -> RecordName:
+    return RecordName(kind, storable(run_id))
 
 
 def _known(seen: Snapshot) -> RunRecord | None:

@@ -109,11 +109,18 @@ class Encoder:
     past = "the due time has passed"
     priority = "the priority is not in 0 to 255"
     no_queue = "the queue has no name"
+    unknown_queue = "the queue is not one that the app's configuration names"
     expired = "it expires before it is due"
 
     def __init__(
-        self, options: FanOutOptions, types: dict[str, t.DataType], *, longest_seconds: float
+        self,
+        options: FanOutOptions,
+        types: dict[str, t.DataType],
+        *,
+        longest_seconds: float,
+        queues: tuple[str, ...] | None = None,
     ) -> None:
+        """Set the columns' Spark *types*, and the allowed *queues*; None allows every queue."""
         read = list(slots(options))
         self.slot_names = [slot.name for slot in read]
         self.latest_us = options.now_us + int(longest_seconds * 1_000_000)
@@ -127,6 +134,7 @@ class Encoder:
         self._rejects_past = options.past == "reject"
         self._counts_down = options.countdown is not None
         self._zone = options.eta_zone if isinstance(options.eta_zone, str) else None
+        self._queues = queues
         args = ",".join("%s" for _ in options.args)
         kwargs = ",".join(f'"{name}":%s' for name in options.keywords)
         self._body = f"[[{args}],{{{kwargs}}}]"
@@ -187,6 +195,8 @@ class Encoder:
             raise _Rejected(self.priority)
         if queue == "":
             raise _Rejected(self.no_queue)
+        if queue is not None and self._queues is not None and queue not in self._queues:
+            raise _Rejected(self.unknown_queue)
         expires = values[self._expires]
         if expires is not None:
             if not isinstance(self._kinds[self._expires], t.TimestampType):

@@ -32,6 +32,9 @@ fan_out = FanOut(df, **options, id_cols=["number"], run_id="connect", smear=2)
 plan = fan_out.plan()
 result = fan_out.send()
 (rejected,) = fan_out.rejected().collect()
+sink = {"app": sys.argv[1], "task": "shop.remind", "countdown_col": "wait"}
+writer = df.where("number < 10 and number != 7").write.format("celery").options(**sink)
+writer.options(kwargs_cols="number", id_cols="number", run_id="sink").mode("append").save()
 said = {
     "kind": type(df).__module__,
     "accepted": plan.accepted,

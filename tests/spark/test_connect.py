@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("grpc", reason="Spark Connect needs pyspark[connect]")
+pytest.importorskip("pyspark.sql.datasource", reason="of Spark 4")
 
 from celery_native_delay.spark import task_id_of
 from tests.integration.traffic import inbox
@@ -20,7 +21,7 @@ from tests.waiting import PATIENCE_SECONDS
 pytestmark = pytest.mark.ci
 
 
-def test_a_fan_out_works_through_spark_connect(
+def test_fan_out_and_sink_work_through_spark_connect(
     make_app: Callable[..., str],
     apps_folder: Path,
     tmp_path: Path,
@@ -42,6 +43,9 @@ def test_a_fan_out_works_through_spark_connect(
     for error, words in zip(said["errors"], ("nowhere", "'soon'"), strict=True):
         assert words in error
     with inbox(native_delay_rabbitmq_url, "plain") as letters:
-        came = letters.wait_for(1_999)
+        came = letters.wait_for(1_999 + 9)
     ids = {arrival.message.headers["id"] for arrival in came}
-    assert ids == {task_id_of("connect", "shop.remind", n) for n in range(2_000) if n != 7}
+    numbers = [n for n in range(2_000) if n != 7]
+    assert ids == {task_id_of("connect", "shop.remind", n) for n in numbers} | {
+        task_id_of("sink", "shop.remind", n) for n in numbers[:9]
+    }

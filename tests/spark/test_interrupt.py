@@ -52,8 +52,8 @@ def test_an_interrupted_driver_logs_what_it_has_sent(
         with pytest.raises(KeyboardInterrupt):
             fan_out.send()
     finally:
-        # The connection to the JVM that Ctrl-C broke takes its thread's active session along;
-        # this sets it again for later tests.
+        # The connection to the JVM that Ctrl-C broke takes its thread's active session along,
+        # without which format("celery") is unknown to later tests; this sets it again.
         spark.createDataFrame([], "id long")
     presses.join()
     account = r"run r was interrupted: ([\d,]+) sent, ([\d,]+) confirmed, ([\d,]+) in doubt"

@@ -23,6 +23,8 @@ import pytest
 
 pytest.importorskip("pyspark")
 
+from pyspark.errors import PySparkException
+
 from celery_native_delay.spark import FanOut, FanOutResult, task_id_of
 from tests.acceptance.worker import Fleet, fleet_on
 from tests.brokers import in_ci
@@ -123,39 +125,57 @@ def ids_of(run_id: str) -> list[str]:
     return [task_id_of(run_id, "note", number) for number in range(ROWS)]
 
 
-@pytest.mark.parametrize("place", ["in broker", in_ci("in store")], indirect=True)
+@pytest.mark.parametrize(
+    ("way", "place"),
+    [("FanOut", "in broker"), in_ci("FanOut", "in store"), in_ci("sink", "in broker")],
+    indirect=["place"],
+)
 def test_rows_of_a_lost_executor_and_of_a_job_that_is_sent_again_run_once(
     spark: Any,
     app: str,
     settings: dict[str, Any],
     url: str,
     tmp_path: Path,
+    way: str,
 ) -> None:
     """Before and after the tasks run, whole, in part and late; the store says so by itself."""
 
-    def send(df: Any) -> FanOutResult:
-        return fan_out(df, app, "once").send()
+    def send(df: Any) -> FanOutResult | None:
+        if way == "FanOut":
+            return fan_out(df, app, "once").send()
+        options = {"app": app, "task": "note", "countdown_col": "wait", "run_id": "once"}
+        options |= {"args_cols": "number,lost_times", "id_cols": "number"}
+        df.write.format("celery").options(**options).mode("append").save()
+        return None
 
-    result = send(rows(spark, lost_times=1))
-    assert (result.confirmed, result.done, result.rejected) == (ROWS, 0, 0)
-    for _ in range(2):
-        fan_out(rows(spark), app, "plain", once=False).send()
+    if way == "FanOut":
+        result = send(rows(spark, lost_times=1))
+        assert result is not None
+        assert (result.confirmed, result.done, result.rejected) == (ROWS, 0, 0)
+        for _ in range(2):
+            fan_out(rows(spark), app, "plain", once=False).send()
+    else:
+        pytest.importorskip("pyspark.sql.datasource", reason="Spark 3.5 has no such sources")
+        with pytest.raises(PySparkException, match="ExecutorLost"):
+            send(rows(spark, lost_times=4))
     send(rows(spark).repartition(3))
     send(rows(spark).where("number < 50"))
     ids, plain = (set(ids_of(run_id)) for run_id in ("once", "plain"))
     with fleet_with_worker(url, tmp_path, settings) as (fleet, worker):
         fleet.record.wait_for_ids(list(ids))
         # A worker notes the success after the task has run.
-        wait_until(lambda: send(rows(spark)).done == ROWS)
+        wait_until(lambda: (result := send(rows(spark))) is None or result.done == ROWS)
         # In a store, the rows that still wait there are overwritten: all of them on a busy machine.
         times = {2} if "store_tasks" in settings else {1, 2}
-        fleet.record.wait_for_ids(list(plain))
-        fleet.record.wait_for(ROWS + min(times) * ROWS)
+        if way == "FanOut":
+            fleet.record.wait_for_ids(list(plain))
+            fleet.record.wait_for(ROWS + min(times) * ROWS)
         worker.stop()  # all that has come has run by then
     counts = Counter(run.id for run in fleet.record.runs())
     assert {counts.pop(task_id) for task_id in ids} == {1}
-    assert counts.keys() == plain
-    assert set(counts.values()) <= times
+    if way == "FanOut":
+        assert counts.keys() == plain
+        assert set(counts.values()) <= times
 
 
 RETRIED = int(os.environ.get("NATIVE_DELAY_TEST_TASKS", "1000"))

@@ -37,6 +37,14 @@ def fan_out(spark: Any, app: str) -> FanOut:
     return FanOut(df, app=app, task="shop.remind", countdown="wait", kwargs=["number"])
 
 
+def write(spark: Any, app: str) -> None:
+    """Write the same rows by the sink."""
+    df = spark.range(ROWS, numPartitions=PARTITIONS).selectExpr("id as number", "60 as wait")
+    options = {"app": app, "task": "shop.remind", "countdown_col": "wait"}
+    options["kwargs_cols"] = "number"
+    df.write.format("celery").options(**options).mode("append").save()
+
+
 def test_an_unknown_virtual_host_is_an_error_at_once(
     spark: Any, make_app: MakeApp, native_delay_rabbitmq_url: str
 ) -> None:
@@ -92,10 +100,11 @@ def nobody_behind() -> Iterator[Any]:
 
 
 @pytest.mark.ci
+@pytest.mark.parametrize("way", ["FanOut", "sink"])
 def test_a_job_waits_for_an_outage_only_once(
-    spark: Any, make_app: MakeApp, apps_folder: Path
+    spark: Any, make_app: MakeApp, apps_folder: Path, way: str
 ) -> None:
-    """Eight partitions of rows, and two slots that send them."""
+    """Eight partitions on two slots, with four attempts each in the sink."""
     patience_seconds = 15
     with nobody_behind() as server:
         app = make_app(f"amqp://127.0.0.1:{server.server_address[1]}")
@@ -105,10 +114,16 @@ def test_a_job_waits_for_an_outage_only_once(
             f"outbox.PATIENCE_SECONDS = {patience_seconds}\n"
         )
         module.write_text(module.read_text() + impatient)
-        with pytest.raises(FanOutFailed, match=f"{ROWS - ROWS // 4} unsent"):
-            fan_out(spark, app).send()
+        if way == "FanOut":
+            with pytest.raises(FanOutFailed, match=f"{ROWS - ROWS // 4} unsent"):
+                fan_out(spark, app).send()
+        else:
+            pytest.importorskip("pyspark.sql.datasource")
+            with pytest.raises(Exception, match="tasks are not confirmed"):
+                write(spark, app)
         waited_seconds = server.asked_at[-1] - server.asked_at[0]
-    assert patience_seconds - 5 < waited_seconds < 2 * patience_seconds
+    # Once for each of four waves of partitions, or attempts, would be 60 s.
+    assert patience_seconds - 5 < waited_seconds < 3 * patience_seconds
 
 
 def test_the_next_job_tries_the_broker_again(
