@@ -64,7 +64,7 @@ _DATABASE = re.compile(
 _DJANGO = re.compile(r"django(:[\w.-]+)?")
 
 # The service is the name that Sentinel knows the primary by.
-_SENTINEL = re.compile(r"sentinel://[^/]+/[^/?]+/\d+")
+_SENTINEL = re.compile(r"sentinel://[^/]+/[^/?]+/\d+(\?credential_provider=[^&]+)?")
 
 _EXPECTED_STORE = (
     "None, the URL of a Redis that starts with redis://, rediss:// or redis+socket://, or is "

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import re
+from urllib.parse import unquote
 
 # The password of `user:password@`, whatever characters it has; and libpq's parameter `password=`.
 _PASSWORD = re.compile(r"(?<=://)([^/:@?#]*):.*(?=@)|(?<=[?&]password=)[^&]*")
 
 # One of Python's names, such as CERT_REQUIRED. kombu accepts them, too.
 _CERTIFICATES = re.compile(r"(?<=[?&]ssl_cert_reqs=)CERT_(\w+)")
+
+# The user and password of kombu's URL, and the class that gives others.
+_PROVIDER = re.compile(r"[?&]credential_provider=([^&]*)")
+_USER = re.compile(r"(?<=://).*@")
 
 
 def without_password(url: str) -> str:
@@ -21,6 +26,19 @@ def redis_py_url(url: str) -> str:
     if not url.startswith("redis+socket://"):
         return url
     return url.replace("redis+socket://", "unix://", 1).replace("virtual_host=", "db=")
+
+
+def without_credential_provider(url: str) -> tuple[str, str | None]:
+    """Split kombu's *url* of a Redis server at the name of its class of credentials.
+
+    Returns the URL without the name, and without the user and password that kombu then ignores, and
+    the name. The name is None if the URL has none.
+    """
+    found = _PROVIDER.search(url)
+    if found is None:
+        return url, None
+    rest = url[: found.start()] + url[found.end() :].replace("&", found[0][0], 1)
+    return _USER.sub("", rest), unquote(found[1])
 
 
 def is_redis_url(url: str) -> bool:

@@ -10,14 +10,15 @@ from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
 import redis
+from kombu.utils.imports import symbol_by_name
 from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError, ReadOnlyError, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 from redis.sentinel import MasterNotFoundError, Sentinel
 
-from ..errors import StoreUnavailable
-from ..urls import redis_py_url
+from ..errors import SettingsError, StoreUnavailable
+from ..urls import redis_py_url, without_credential_provider
 from .interface import ANSWER_SECONDS
 
 T = TypeVar("T")
@@ -139,7 +140,11 @@ def redis_client(url: str, *, timeout_seconds: float = ANSWER_SECONDS) -> Any:
     *timeout_seconds* is for connecting, for an answer, and for asking all Sentinels. The URL with
     Sentinels is ``sentinel://user:password@host:26379,host2:26379/service/0``.
     """
-    options = _limits(timeout_seconds)
+    url, provider = without_credential_provider(url)
+    options = {
+        "credential_provider": None if provider is None else _credential_provider(provider),
+        **_limits(timeout_seconds),
+    }
     if not url.startswith("sentinel://"):
         return redis.Redis.from_url(redis_py_url(url), **options)
     place = urlsplit(url)
@@ -171,3 +176,18 @@ class _Sentinels(Sentinel):  # type: ignore[misc]
             raise MasterNotFoundError(
                 f"no Sentinel that answers knows a primary {service_name!r} that is up"
             ) from None
+
+
+def _credential_provider(name: str) -> redis.CredentialProvider:
+    """Make the object that gives a user and a password for each connection, as kombu does."""
+    try:
+        found = symbol_by_name(name)()
+    except (ImportError, AttributeError, TypeError, ValueError) as exc:
+        found = exc
+    if not isinstance(found, redis.CredentialProvider):
+        raise SettingsError(
+            f"expected the dotted name of a subclass of redis.CredentialProvider that can be "
+            f"called without arguments, got {name!r} ({found!r}): change credential_provider in "
+            f"the URL"
+        )
+    return found

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from celery import Celery
+from redis import CredentialProvider
 
 from celery_native_delay import Delay, StoreUnavailable, install
 from celery_native_delay.app.doctor import examine
@@ -43,6 +44,13 @@ USER, PASSWORD = "shop", "käse/@:"
 LOGIN = "shop:k%C3%A4se%2F%40%3A@"
 
 
+class Credentials(CredentialProvider):
+    """Gives the user with few rights to each new connection."""
+
+    def get_credentials(self) -> tuple[str, str]:
+        return USER, PASSWORD
+
+
 def grant(server: PrivateRedis, *rights: str) -> None:
     login = ["on", f">{PASSWORD}", f"~{NAMESPACE}.*", f"~{NAMESPACE}:*"]
     server.client.execute_command("ACL", "SETUSER", USER, "reset", *login, *rights)
@@ -58,6 +66,8 @@ def redis_at(way: str, folder: Path) -> Iterator[str]:
         match way:
             case "acl":
                 yield server.url.replace("//", f"//{LOGIN}")
+            case "provider":
+                yield f"{server.url}?credential_provider={__name__}:Credentials"
             case "tls":
                 assert server.url.startswith("rediss://")
                 yield server.url
@@ -75,7 +85,7 @@ def app_beside(store: str) -> Iterator[Celery]:
             yield app
 
 
-@pytest.mark.parametrize("way", ["acl", "tls"])
+@pytest.mark.parametrize("way", ["acl", "provider", "tls"])
 def test_tasks_wait_change_and_are_dispatched(way: str, tmp_path: Path) -> None:
     """A user with no other rights than the guide names can do all of it."""
     with redis_at(way, tmp_path) as store, app_beside(store) as app:

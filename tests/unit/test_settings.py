@@ -76,6 +76,7 @@ def test_the_default_levels_reach_eight_and_a_half_years() -> None:
         ("namespace", "shop.eu-west_1"),
         ("store", "redis+socket:///run/redis.sock"),
         ("store", "sentinel://:secret@a:26379,b:26379/shop/0"),
+        ("store", "sentinel://a/shop/0?credential_provider=shop.Credentials"),
         ("store", "postgresql+psycopg://shop:secret@db/shop"),
         ("store_tasks", ["shop.remind", "billing.*"]),
         ("schedules", 7),
