@@ -2,11 +2,12 @@
 
 Steps for each message:
 
-1. Write the message to the destination.
-2. Delete the message at the source.
+1. Write the message to the destination. If the task has a debounce, throttle or unique key, write
+   the key's state to the destination, too.
+2. Remove the task from the key's state at the source.
+3. Delete the message at the source.
 
-If the process dies between the steps, the source and the destination both have the message.
-A task with a debounce, throttle or unique key stays at the source, which knows the key's state.
+If the process dies between two steps, the source and the destination both have the message.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from secrets import token_hex
 from time import sleep
 from typing import Any
 
@@ -30,9 +33,13 @@ from ..errors import (
     SettingsError,
     UnsupportedBroker,
 )
-from ..keyed.record import HEADER, Mark
+from ..keyed import rules
+from ..keyed.record import HEADER, Mark, Record
+from ..keyed.records import publish_under
+from ..keyed.rules import Step
 from ..records.cancelled import was_cancelled
 from ..records.interface import Records
+from ..records.publishing import NotPublished
 from ..records.waiting import HELD, PLACE
 from ..schedules.state import occurrence_of
 from ..settings import DRAIN, DelaySettings, is_store_url
@@ -47,6 +54,87 @@ from .schedules import Schedules
 
 #: The name of the app's own store, for tasks of other virtual hosts.
 _STORE = "store"
+
+_UNKNOWN = "the state of their keys is not known here"
+
+#: TTL, in microseconds, of the test key that shows if source and destination share stored state.
+_PROBE_US = 60_000_000
+
+
+class MovingKeys:
+    """Moves each message together with the state of its debounce, throttle or unique key."""
+
+    def __init__(self, source: Source, into: MovingPart) -> None:
+        self._into = into
+        self._is_kept = source.keeps_keys
+        self._from = None if self._is_kept else source.key_records()
+        self._to = None if self._is_kept else into.key_records()
+        self._is_probed = False
+
+    @property
+    def warning(self) -> str | None:
+        """A warning if debounced, throttled or unique tasks cannot move, or lose their key."""
+        if self._is_kept:
+            return None
+        if self._from is None:
+            return f"tasks with a key stay, if there are any: {_UNKNOWN}"
+        if self._to is None:
+            return f"tasks lose their key: {self._into.name} keeps no keys"
+        return None
+
+    def take_in(self, moving: Moving) -> bool:
+        """Publish a message at the destination; return False if two copies may be there.
+
+        After an interrupted move, the destination may already have the message.
+        """
+        mark = Mark.of(moving.headers)
+        if mark is not None and not self._is_kept and not self._is_probed:
+            self._probe()
+        if self._is_kept:
+            return self._into.take_in(moving)
+        # A place in a rate line is valid at the source only. A due task gets a new place.
+        moving = moving.without(PLACE)
+        if mark is None or moving.task_id is None:
+            return self._into.take_in(moving)
+        if self._from is None:
+            raise CannotDelay(f"its task has a key: {_UNKNOWN}")
+        seen = self._from.read(mark.name)
+        if rules.runs(seen):
+            raise CannotDelay("a task with its key is running: run this again when it has ended")
+        if self._to is None:
+            is_once = self._into.take_in(moving.without(HEADER))
+        else:
+            is_once = self._carry(moving, moving.task_id, mark, seen.record)
+        self._from.change(mark.name, partial(rules.let_go, task_id=moving.task_id))
+        return is_once
+
+    def _carry(self, moving: Moving, task_id: str, mark: Mark, known: Record | None) -> bool:
+        stands = known is not None and known.id == task_id
+        if moving.delayed.cancelled or not (stands or moving.again):
+            return self._into.take_in(moving)
+        rule = partial(
+            rules.carry, task_id=task_id, known=known or Record(), due_us=moving.delayed.due_us
+        )
+        publish = publish_under(mark.name, rule, task_id)
+        try:
+            return self._into.take_in(moving, publish)
+        except NotPublished as exc:
+            if publish.answer[1].stands == task_id:
+                return True  # an earlier attempt has published it
+            raise CannotDelay(
+                "another task with its key waits there: cancel one of them, and run this again"
+            ) from exc
+
+    def _probe(self) -> None:
+        """Write a test key to find out if source and destination share stored state."""
+        if self._from is not None and self._to is not None:
+            token = token_hex(16)
+            name = f"probe:{token}"
+            self._from.change(name, lambda seen: Step(Record(id=token), seen.now_us + _PROBE_US))
+            self._is_kept = self._to.read(name).record is not None
+            self._from.change(name, lambda seen: Step(None, seen.now_us))
+        self._is_probed = True
+
 
 #: The largest number of different reasons in an :class:`Account`. Further reasons count under "…".
 _REASONS = 20
@@ -93,6 +181,7 @@ def move(
     *pace* limits the number of messages per second; None means no limit. *on_each* is called after
     each message. *on_doubt* is called with the id of each task that may run twice.
     """
+    keys = MovingKeys(source, into)
     with closing(source):
         for found in source.found():
             match found:
@@ -104,7 +193,7 @@ def move(
                 case Void():
                     source.done()
                 case Moving():
-                    _move_one(source, into, found, account, on_doubt)
+                    _move_one(source, keys, found, account, on_doubt)
                     while pace is not None and not pace.can_consume():
                         sleep(pace.expected_time())
             on_each()
@@ -114,13 +203,13 @@ def move(
 
 def _move_one(
     source: Source,
-    into: MovingPart,
+    keys: MovingKeys,
     moving: Moving,
     account: Account,
     on_doubt: Callable[[str | None], object],
 ) -> None:
     try:
-        is_once = into.take_in(moving if source.keeps_keys else _without_state(moving))
+        is_once = keys.take_in(moving)
     except NativeDelayError as exc:
         is_held = isinstance(exc, DelayTooLong) and HELD in moving.headers
         account.refuse(HELD_STAYS if is_held else str(exc))
@@ -134,18 +223,6 @@ def _move_one(
     account.moved += 1
     if not (is_once and is_gone):
         account.doubtful.append(str(moving.task_id))
-
-
-def _without_state(moving: Moving) -> Moving:
-    """Return a message without its place in a rate line, which is valid at the source only.
-
-    Raises CannotDelay if the task has a key, whose state is at the source.
-    """
-    if Mark.of(moving.headers) is not None and not moving.delayed.cancelled:
-        raise CannotDelay(
-            "its task has a debounce, throttle or unique key: let it run there, or cancel it"
-        )
-    return moving.without(PLACE).without(HEADER)
 
 
 # ---- places ------------------------------------------------------------------------------------

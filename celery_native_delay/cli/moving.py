@@ -47,15 +47,14 @@ def migrate(
 
     Sources are this package's delay queues of another namespace, and other brokers. Due times stay
     the same. A message is deleted at its source after the app's broker has confirmed the message.
-    Tasks with a debounce, throttle or unique key stay. Ctrl-C stops after the current message; run
-    the command again to move the rest. If the process is killed, no message is lost, but the task
-    of the current message may run twice.
+    Ctrl-C stops after the current message; run the command again to move the rest. If the process
+    is killed, no message is lost, but the task of the current message may run twice.
 
     The exit status is 1 if a message could not be moved.
     """
     from kombu.utils.limits import TokenBucket
 
-    from ..app.moving import Account, move, moving
+    from ..app.moving import Account, MovingKeys, move, moving
 
     with ExitStack() as stack:
         connection = stack.enter_context(reachable(ctx))
@@ -63,6 +62,9 @@ def migrate(
         part, sources = stack.enter_context(opened)
         accounts = [Account(source.name, source.count()) for source in sources]
         total = sum(account.count for account in accounts)
+        for source, account in zip(sources, accounts, strict=True):
+            if account.count and (warning := MovingKeys(source, part).warning):
+                click.echo(printable(f"{source.name}: {warning}"), err=True)
         if total and not force:
             counts = [(each.source, each.count) for each in accounts]
             click.echo(table(("from", "messages"), counts), err=True)

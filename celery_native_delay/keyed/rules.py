@@ -239,6 +239,33 @@ def keep(seen: Seen, task_id: str | None, *, due_us: int) -> Step:
     return Step(replace(known, due_us=due_us), due_us + BELIEVED_US)
 
 
+def runs(seen: Seen) -> bool:
+    return seen.record is not None and _runs(seen.record.run, seen.now_us)
+
+
+def carry(seen: Seen, *, task_id: str, known: Record, due_us: int) -> Step:
+    """Store the key of a task that moves here; *known* is the key's state at the old broker."""
+    here = seen.record or Record()
+    runs_here = here.run is not None and here.run.id == task_id
+    if here.id == task_id or runs_here:
+        return Step(seen.record, stands=task_id)
+    if here.id is not None and seen.waiting:
+        return Step(seen.record, stands=here.id)
+    later = max(here, known, key=lambda each: each.window_us)
+    record = replace(later, id=task_id, due_us=due_us, since_us=known.since_us, runs=here.runs)
+    record = replace(record, calls=known.calls)
+    return Step(record, max(due_us, later.window_us) + KEPT_US, due_us)
+
+
+def let_go(seen: Seen, *, task_id: str) -> Step:
+    """Free the key of a task that was moved to another broker."""
+    known = seen.record
+    if known is None or known.id != task_id:
+        return Step(known)
+    left = replace(_without(known, task_id), window_us=0, opener=None)
+    return _kept(left, seen.now_us)
+
+
 def _waits(seen: Seen) -> bool:
     """Return True if a message of the key's task waits and is not due."""
     return any(seen.now_us < due_us for _, due_us in seen.waiting)

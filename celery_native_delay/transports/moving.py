@@ -9,8 +9,10 @@ from hashlib import sha256
 from typing import Any
 
 from ..due_time import due_us, eta_of, milliseconds_up
-from ..errors import CannotDelay, InvalidDueTime
+from ..errors import CannotDelay, InvalidDueTime, NoStore, UnsupportedBroker
+from ..keyed.records import KeyRecords
 from ..message import HEADER, Delayed, due_ms_of
+from ..records.publishing import RecordedPublish
 from ..records.waiting import HELD
 
 #: Why a held task is not moved.
@@ -88,7 +90,11 @@ class Source(ABC):
     name: str
 
     keeps_keys = True
-    """True if a moved message keeps its key and its place in a rate line."""
+    """True if a moved message keeps the debounce, throttle or unique key."""
+
+    def key_records(self) -> KeyRecords | None:
+        """Return the storage of debounce, throttle and unique keys; None if there is no storage."""
+        return None
 
     @abstractmethod
     def count(self) -> int:
@@ -138,14 +144,25 @@ class MovingPart(ABC):
         UnsupportedBroker if this broker does not support the value.
         """
 
+    def key_records(self) -> KeyRecords | None:
+        """Return the storage of debounce, throttle and unique keys; None if there is no storage."""
+        try:
+            return KeyRecords(self._channel.records(self._channel.delays.settings))
+        except (NoStore, UnsupportedBroker):
+            return None
+
     @abstractmethod
-    def take_in(self, moving: Moving) -> bool:
+    def take_in(self, moving: Moving, keyed: RecordedPublish | None = None) -> bool:
         """Publish a moved message on this broker; return False if the broker may have two copies.
 
         In a draining app, this method publishes a plain task with an ETA.
 
+        If *keyed* is given, this method also stores the state of the task's debounce, throttle or
+        unique key.
+
         Raises:
             NativeDelayError: the message cannot wait on this broker, and was not sent.
+            NotPublished: another task already has the debounce, throttle or unique key.
         """
 
 

@@ -7,7 +7,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -27,6 +27,7 @@ from celery_native_delay.app.install import installation_of
 from celery_native_delay.app.installation import ask_broker
 from celery_native_delay.app.moving import Account, move, moving
 from celery_native_delay.cli import delay
+from celery_native_delay.keyed.record import HEADER as KEY
 from celery_native_delay.message import HEADER, Delayed
 from celery_native_delay.records.holds import Hold
 from celery_native_delay.records.waiting import HELD, PLACE, Held
@@ -40,7 +41,7 @@ from celery_native_delay.testing import (
 from celery_native_delay.transports.moving import HELD_STAYS, Moving
 from celery_native_delay.transports.rabbitmq.topology import Topology
 from celery_native_delay.transports.rabbitmq.wrapping import COUNTED_BY_THE_QUEUE
-from tests.brokers import on_one_version
+from tests.brokers import in_ci, on_one_version
 from tests.integration.project import APP, Project
 from tests.integration.traffic import depth
 from tests.traffic import Arrival, inbox
@@ -546,17 +547,105 @@ def test_a_cancelled_message_is_delivered_to_be_announced(app: Celery, vhost_url
 # ---- keys, and places in the queues of rates ---------------------------------------------------
 
 
+@pytest.fixture
+def place(
+    vhost_url: str, settings: dict[str, Any], store_redis: PrivateRedis, tmp_path: Path
+) -> Callable[[str], Any]:
+    """A function that opens an app on a kind of broker, with keys."""
+
+    def opened(kind: str) -> Any:
+        match kind:
+            case "redis":
+                return an_app(store_redis.url)
+            case "rabbitmq":
+                return an_app(vhost_url, **settings, store=f"sqlite:///{tmp_path}/rabbitmq.db")
+        return an_app(f"sqla+sqlite:///{tmp_path}/delays.db")
+
+    return opened
+
+
+def keyed_calls(app: Celery) -> list[tuple[str, Any]]:
+    """Keyed calls after which a task waits, with their kinds."""
+    delay, remind = Delay(app), app.signature("shop.remind", queue="reminders")
+    return [
+        ("unique", lambda: delay.unique(remind, key="ada", countdown=500)),
+        ("debounce", lambda: delay.debounce(remind, key="ada", seconds=500)),
+        ("trailing", lambda: delay.throttle(remind, key="ada", seconds=500, edge="trailing")),
+        ("both", lambda: delay.throttle(remind, key="ada", seconds=500, edge="both")),
+    ]
+
+
+def ids_after(app: Celery) -> dict[str, str]:
+    """The waiting task of each kind of keyed call, after calling each twice."""
+    for call in dict(keyed_calls(app)).values():
+        call()
+    # The first call of "both" runs at once.
+    return {kind: call().id for kind, call in keyed_calls(app)}
+
+
+def waiting(app: Celery) -> set[str]:
+    wait_us = 60_000_000
+    return {task.id for task in Delay(app).ls() if task.due_us > time_ns() // 1000 + wait_us}
+
+
+@pytest.mark.parametrize(("source", "target"), [("redis", "rabbitmq"), in_ci("store", "redis")])
 @on_one_version
-def test_a_task_with_a_key_stays_where_the_state_of_its_key_is(
+def test_a_key_moves_with_its_task(place: Callable[[str], Any], source: str, target: str) -> None:
+    """The next call on the new broker finds the task; on the old one the key is free."""
+    with place(source) as old, place(target) as new:
+        ids = ids_after(old)
+        assert waiting(old) == {*ids.values()}
+        told = migrated(new, name_of(old))
+        assert sum(each["refused"] != {} for each in told["sources"]) == 0
+        assert waiting(new) == {*ids.values()}
+        assert waiting(old) == set()
+        again = {kind: call().id for kind, call in keyed_calls(new)}
+        assert again["unique"] == ids["unique"]
+        assert not {*again.values()} & {*ids.values()} - {ids["unique"]}
+        assert waiting(new) == {*again.values()}
+        back = {kind: call().id for kind, call in keyed_calls(old)}
+        assert not {*back.values()} & {*ids.values()}
+        assert waiting(old) == {id for kind, id in back.items() if kind != "both"}
+
+
+def name_of(app: Celery) -> str:
+    """The app's broker as an argument of ``--from``."""
+    return str(app.conf.broker_url).removeprefix("sqla+")
+
+
+@on_one_version
+def test_into_a_broker_without_store_a_task_moves_without_its_key(
     app: Celery, store_redis: PrivateRedis
 ) -> None:
     with an_app(store_redis.url) as old:
-        delay, remind = Delay(old), old.signature("shop.remind", queue="reminders")
-        first = delay.unique(remind, key="ada", countdown=500)
-        (source,) = migrated(app, store_redis.url, status=1)["sources"]
-        assert "let it run there, or cancel it" in next(iter(source["refused"]))
-        assert delay.ids() == [first.id] == [delay.unique(remind, key="ada").id]
-        assert in_levels(app) == []
+        (_, call), *_ = keyed_calls(old)
+        first = call().id
+        done = command(app, "migrate", "--from", store_redis.url, answer="n\n")
+        assert "tasks lose their key" in done.stderr
+        assert migrated(app, store_redis.url)["moved"] == 1
+        (message,) = in_levels(app)
+        assert message.headers["id"] == first
+        assert KEY not in message.headers  # a worker would look for a record for ever
+        assert call().id != first
+
+
+@on_one_version
+def test_a_keyed_task_stays_if_another_waits_for_its_key(
+    vhost_url: str, settings: dict[str, Any], store_redis: PrivateRedis, tmp_path: Path
+) -> None:
+    with (
+        an_app(store_redis.url) as old,
+        an_app(vhost_url, **settings, store=f"sqlite:///{tmp_path}/delays.db") as new,
+    ):
+        (_, call), *_ = keyed_calls(old)
+        (_, there), *_ = keyed_calls(new)
+        first, second = call().id, there().id
+        (source,) = migrated(new, store_redis.url, status=1)["sources"]
+        assert "another task with its key waits" in next(iter(source["refused"]))
+        assert (waiting(old), waiting(new)) == ({first}, {second})
+        assert Delay(new).cancel(second)
+        assert migrated(new, store_redis.url)["moved"] == 1
+        assert waiting(new) == {first}
 
 
 @on_one_version

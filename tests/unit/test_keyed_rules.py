@@ -20,8 +20,10 @@ from celery_native_delay.keyed.rules import (
     Seen,
     Step,
     begin,
+    carry,
     debounce,
     end,
+    let_go,
     receive,
     release,
     renew,
@@ -80,6 +82,16 @@ class Place:
 
     def unique(self, new_id: str, wait: float = 0) -> str:
         return self.send(new_id, partial(unique, new_id=new_id, wait_us=round(wait * SECOND)))
+
+    def carry(self, task_id: str, there: Place) -> str:
+        """Move *task_id* from *there* to here; returns the id of the task for the key here."""
+        known = there.record or Record()
+        rule = partial(carry, task_id=task_id, known=known, due_us=there.waiting[task_id])
+        stands = self.send(task_id, rule)
+        if stands == task_id:
+            there.call(partial(let_go, task_id=task_id))
+            del there.waiting[task_id]
+        return stands
 
     def move(self, task_id: str, seconds: float) -> None:
         """Reschedule a waiting task to *seconds* from now."""
@@ -399,6 +411,54 @@ def test_record_names_are_short_and_differ_if_the_keys_differ(one: str, other: s
 def test_a_malformed_header_is_no_mark(header: object) -> None:
     assert Mark.of({"task": "shop.sync", HEADER: header}) is None
     assert Mark.of({HEADER: {"v": 1, "kind": "unique", "key": "a"}}) is None
+
+
+# ---- moved to another place ---------------------------------------------------------------------
+
+
+def test_a_moved_debounced_task_keeps_its_longest_wait() -> None:
+    old, new = Place(), Place()
+    for tenth in range(20):
+        old.at(tenth / 10).debounce(f"{tenth}", 1, longest=4)
+    new.at(2).carry("19", old)
+    for tenth in range(20, 100):
+        new.at(tenth / 10).debounce(f"{tenth}", 1, longest=4)
+    assert new.at(60).started[0] == ("39", 4)
+    assert old.record is None
+
+
+def test_moving_a_trailing_task_moves_its_window() -> None:
+    old, new = Place(), Place()
+    for name in ("a", "b"):
+        old.throttle(name, 5, trails=True)
+    new.carry("b", old)
+    assert new.throttle("c", 5, trails=False) == "a"
+    assert old.throttle("d", 5, trails=True) == "d"
+    assert new.at(60).started == [("b", 5)]
+
+
+def test_moving_a_task_twice_leaves_one_copy() -> None:
+    """The first process died before it had deleted the task from its old broker."""
+    old, new = Place(), Place()
+    old.unique("a", 50)
+    there = dict(old.waiting)
+    new.carry("a", old)
+    old.waiting = there
+    step = new.call(partial(carry, task_id="a", known=Record(), due_us=there["a"]))
+    assert (step.stands, step.due_us, [*new.waiting]) == ("a", None, ["a"])
+
+
+def test_a_task_is_moved_unless_another_task_waits_for_its_key_there() -> None:
+    old, new = Place(), Place()
+    old.unique("a", 50)
+    new.unique("b", 5)
+    assert new.carry("a", old) == "b"
+    assert [*old.waiting] == ["a"]
+    new.at(6).call(partial(begin, task_id="b", token="1"))
+    assert new.carry("a", old) == "a"
+    assert new.record is not None
+    assert new.record.run is not None
+    assert new.call(partial(begin, task_id="a", token="2")).free_us is not None
 
 
 def test_the_lease_outlives_two_rounds_of_renewing() -> None:

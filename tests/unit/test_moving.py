@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from base64 import b64encode
 from collections.abc import Iterator
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +12,11 @@ import pytest
 from celery_native_delay.app.moving import Account, move
 from celery_native_delay.due_time import due_us
 from celery_native_delay.errors import CannotDelay
-from celery_native_delay.keyed.record import HEADER, Mark
+from celery_native_delay.keyed.record import HEADER, Mark, Record, Run
+from celery_native_delay.keyed.records import KeyRecords
+from celery_native_delay.keyed.rules import Rule, Seen, Step
 from celery_native_delay.message import Delayed
+from celery_native_delay.records.publishing import RecordedPublish
 from celery_native_delay.transports.moving import (
     Found,
     Moving,
@@ -27,10 +29,30 @@ from celery_native_delay.transports.rabbitmq.moving import deliveries_of
 from celery_native_delay.transports.virtual.moving import moving_of
 from celery_native_delay.transports.virtual.wrapping import encoded, wrapped
 
+MARK = Mark("unique", "shop.remind", "ada", "end")
+
 
 def a_message(task_id: str, **headers: Any) -> Moving:
     properties = {"application_headers": {"task": "shop.remind", "id": task_id, **headers}}
     return Moving(b"[]", properties, Delayed(task_id, 5, "", "reminders"))
+
+
+class Records(KeyRecords):
+    """Records in a dict."""
+
+    def __init__(self, **records: Record) -> None:
+        self.by_name = records
+
+    def read(self, name: str) -> Seen:
+        return Seen(100, self.by_name.get(name))
+
+    def change(self, name: str, rule: Rule, put: Any = None) -> tuple[Seen, Step]:
+        seen = self.read(name)
+        step = rule(seen)
+        self.by_name.pop(name, None)
+        if step.record is not None:
+            self.by_name[name] = step.record
+        return seen, step
 
 
 class Place(Source):
@@ -39,12 +61,16 @@ class Place(Source):
     name = "somewhere"
     keeps_keys = False
 
-    def __init__(self, messages: tuple[Found, ...], log: list[str]):
+    def __init__(self, messages: tuple[Found, ...], records: Records | None, log: list[str]):
         self._messages = messages
+        self._records = records
         self._log = log
 
     def count(self) -> int:
         return len(self._messages)
+
+    def key_records(self) -> KeyRecords | None:
+        return self._records
 
     def found(self) -> Iterator[Found]:
         for message in self._messages:
@@ -63,19 +89,21 @@ def moved(
     *messages: Found,
     log: list[str],
     error: Exception | None = None,
+    records: Records | None = None,
+    shared: bool = False,
 ) -> Account:
-    """Move messages; the destination raises *error* or takes them."""
+    """Move messages; the destination raises *error* or takes them, and may share the records."""
 
-    def take_in(moving: Moving) -> bool:
+    def take_in(moving: Moving, keyed: RecordedPublish | None = None) -> bool:
         if error is not None:
             raise error
         log.append(f"{moving.task_id} in")
         return True
 
-    there = SimpleNamespace(take_in=take_in)
+    there = SimpleNamespace(take_in=take_in, key_records=lambda: records if shared else None)
     account = Account("somewhere", len(messages))
     move(
-        Place(messages, log),
+        Place(messages, records, log),
         there,  # type: ignore[arg-type]
         account,
         pace=None,
@@ -105,15 +133,25 @@ def test_a_message_that_cannot_be_moved_stays() -> None:
     assert log == ["Void gone", "closed", "closed"]
 
 
-def test_a_task_with_a_key_stays_unless_it_is_cancelled() -> None:
-    """The state of its key is at the source."""
+def test_a_task_stays_while_another_attempt_runs_with_its_key() -> None:
     log: list[str] = []
-    keyed = a_message("one", **{HEADER: Mark("unique", "shop.remind", "ada", "end").header()})
-    account = moved(keyed, log=log)
-    assert (log, account.moved, account.refused.total()) == (["closed"], 0, 1)
-    log.clear()
-    moved(replace(keyed, delayed=keyed.delayed._replace(cancelled=True)), log=log)
+    run = Run("zero", "token", lease_us=200)
+    records = Records(**{MARK.name: Record(id="one", due_us=5, runs=(run,))})
+    account = moved(a_message("one", **{HEADER: MARK.header()}), log=log, records=records)
+    assert (log, account.moved) == (["closed"], 0)
+    assert "a task with its key is running" in next(iter(account.refused))
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_record_moves_with_its_task_unless_both_brokers_share_it(shared: bool) -> None:
+    """Two URLs may name one Redis: deleting the record there would delete it here."""
+    log: list[str] = []
+    record = Record(id="one", due_us=5)
+    records = Records(**{MARK.name: record})
+    message = a_message("one", **{HEADER: MARK.header()})
+    moved(message, log=log, records=records, shared=shared)
     assert log == ["one in", "one gone", "closed"]
+    assert records.by_name == ({MARK.name: record} if shared else {})
 
 
 def test_the_account_keeps_a_limited_number_of_reasons_and_ids() -> None:

@@ -17,6 +17,7 @@ from amqp.exceptions import AMQPError, MessageNacked
 
 from ...errors import CannotDelay, UnsupportedBroker
 from ...records.cancelled import was_cancelled
+from ...records.publishing import RecordedPublish
 from ...settings import DelaySettings
 from ...store.entry import StoreEntry
 from ..moving import Found, Moving, MovingPart, Source, Stays
@@ -118,12 +119,12 @@ class RabbitMQMovingPart(MovingPart):
             if not self._channel.keeps_all_in_store:
                 self._delays.prepare(consuming=True)
 
-    def take_in(self, moving: Moving) -> bool:
+    def take_in(self, moving: Moving, keyed: RecordedPublish | None = None) -> bool:
         if self._settings.drains:
             self._publish_plainly(moving.as_plain())
             return not moving.again
-        if self._channel.waits_in_store(moving.headers):
-            self._store(moving)
+        if keyed is not None or self._channel.waits_in_store(moving.headers):
+            self._store(moving, keyed)
             return True
         self._delays.check_reach(moving.delayed.due_us)
         message = amqp.Message(moving.body, **moving.properties)
@@ -134,7 +135,7 @@ class RabbitMQMovingPart(MovingPart):
             raise refused
         return not moving.again
 
-    def _store(self, moving: Moving) -> None:
+    def _store(self, moving: Moving, keyed: RecordedPublish | None) -> None:
         delayed, state = moving.delayed, self._channel.needed_store.state
         task_id = moving.task_id
         cancelled = delayed.cancelled or (task_id is not None and was_cancelled(state, task_id))
@@ -149,7 +150,10 @@ class RabbitMQMovingPart(MovingPart):
             delayed.expires_ms,
             cancelled,
         )
-        self._channel.store_one(entry)
+        if keyed is None:
+            self._channel.store_one(entry)
+        else:
+            self._channel.store_keyed(keyed, entry)
 
     def _publish_plainly(self, moving: Moving) -> None:
         """Publish a task with an ETA to its own exchange, or to its only queue."""

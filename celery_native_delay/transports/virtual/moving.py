@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from base64 import b64decode
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from time import time_ns
 from typing import Any
@@ -13,8 +14,10 @@ from kombu.utils.json import dumps
 
 from ...due_time import eta_of, milliseconds_up
 from ...errors import CannotDelay, UnsupportedBroker
+from ...keyed.records import KeyRecords
 from ...message import Delayed, cancel, due_ms_of
 from ...records.interface import Change, RecordName, Snapshot
+from ...records.publishing import RecordedPublish, publishing
 from ...store.entry import StoreEntry
 from ...store.interface import WaitingRow
 from .. import moving
@@ -59,7 +62,7 @@ class VirtualMovingPart(moving.MovingPart):
     def own_sources(self) -> list[Source]:
         return [self._source()]
 
-    def take_in(self, moving: Moving) -> bool:
+    def take_in(self, moving: Moving, keyed: RecordedPublish | None = None) -> bool:
         delayed, channel = moving.delayed, self._channel
         drains = channel.delays.settings.drains
         message = self._message(moving.as_plain() if drains else moving)
@@ -75,7 +78,10 @@ class VirtualMovingPart(moving.MovingPart):
         for queue in queues:
             # A draining app moves its own waiting messages, which are no copies of an earlier run.
             if drains or not (moving.again and self._has(message, queue)):
-                channel._put(queue, message)
+                # The key's state is written with the last copy: then all copies are published.
+                last = keyed if queue == queues[-1] else None
+                with nullcontext() if last is None else publishing(last):
+                    channel._put(queue, message)
         # While the message is not due, its task id tells that the message is here.
         return not moving.again or (is_ahead and moving.task_id is not None)
 
@@ -179,6 +185,9 @@ class StoreSource(Source):
         self._store = store
         self._last: tuple[object, str] | None = None
         self._is_moving = False
+
+    def key_records(self) -> KeyRecords:
+        return KeyRecords(self._store.state)
 
     def count(self) -> int:
         waiting: int = self._store.census().waiting
