@@ -506,7 +506,7 @@ class Delay(HoldCalls, KeyedCalls):
         # After a failure, workers set the results: a call to a failing backend may take minutes.
         for task in outcome.tasks:
             if self._sets_results and task.name and task.keeps_result:
-                self._sets_results = revoke_result(self._app, task.id, task.name)
+                self._sets_results = revoke_result(self._app, task.id, task.name, reason="revoked")
 
 
 def listed(delay: Delay, query: Query, offset: int, limit: int) -> tuple[WaitingPage, bool]:

@@ -69,6 +69,7 @@ class KeyedCalls:
         key: str,
         seconds: float,
         max_wait_seconds: float | None = None,
+        announce: bool = False,
         collect: int | None = None,
     ) -> KeyedResult:
         """Run a task once, *seconds* after the last of several calls with the same *key*.
@@ -79,13 +80,15 @@ class KeyedCalls:
             key: any text, such as "user:7".
             max_wait_seconds: the longest delay if calls keep coming, in seconds from the first of
                 these calls. By default, each call delays the task again, without a limit.
+            announce: set the results of replaced tasks to REVOKED, with the reason. By default
+                these results stay pending.
             collect: give the task the arguments of all these calls, in the keyword argument
                 ``calls``: a list of ``[args, kwargs]``, the first call first. The call that is
                 number *collect* (2 to 1000) runs the task at once; the next begins a new one.
 
         Returns:
             the result of the new task. The field *replaced* of the result is the id of the waiting
-            task that the new task replaced, or None. The result of the replaced task stays pending.
+            task that the new task replaced, or None.
 
         Raises:
             UnsupportedBroker: the broker cannot store keys, and ``native_delay_store`` is not
@@ -96,11 +99,11 @@ class KeyedCalls:
         _refuse_times(signature)
         call = partial(rules.debounce, quiet_us=quiet_us, longest_us=longest_us)
         if collect is None:
-            return self._publish(mark, call, signature)
+            return self._publish(mark, call, signature, announce=announce)
         check_collect(collect)
         call = partial(call, most_calls=collect, call_id=uuid())
         its_call, merge = _collecting(self._app, signature), partial(_collected, self._app)
-        return self._publish(mark, call, its_call, collect=merge)
+        return self._publish(mark, call, its_call, announce=announce, collect=merge)
 
     def throttle(
         self,
@@ -109,6 +112,7 @@ class KeyedCalls:
         key: str,
         seconds: float,
         edge: Edge = "leading",
+        announce: bool = False,
     ) -> KeyedResult:
         """Run a task at most once per *key* within *seconds*.
 
@@ -119,7 +123,7 @@ class KeyedCalls:
                 "trailing": the last call's task runs at the end of the period.
                 "both": the first call's task runs at once. If more calls follow in the period, the
                 last call's task runs at the end of the period, and begins the next period.
-            signature, key: as in :meth:`debounce`, which raises the same errors.
+            signature, key, announce: as in :meth:`debounce`, which raises the same errors.
 
         Returns:
             the result of this call's task. If this call sent no task, the result of the first
@@ -137,10 +141,10 @@ class KeyedCalls:
         if edge == "trailing":
             mark = _mark_of("throttle-trailing", signature, key)
             call: _Call = partial(rules.debounce, quiet_us=window_us, longest_us=window_us)
-            return self._publish(mark, call, signature)
+            return self._publish(mark, call, signature, announce=announce)
         mark = _mark_of("throttle", signature, key)
         call = partial(rules.throttle, window_us=window_us, trails=edge == "both")
-        return self._unless_another_stands(mark, call, signature)
+        return self._unless_another_stands(mark, call, signature, announce=announce)
 
     def unique(
         self,
@@ -186,14 +190,16 @@ class KeyedCalls:
         seen: Seen = self._ask_keys(lambda records: records.read(name_of(kind, task, key)))
         return None if seen.record is None else seen.record.id
 
-    def _unless_another_stands(self, mark: Mark, call: _Call, signature: Signature) -> KeyedResult:
+    def _unless_another_stands(
+        self, mark: Mark, call: _Call, signature: Signature, *, announce: bool = False
+    ) -> KeyedResult:
         """Publish the task, or return the result of another task that has the key."""
         is_eager = self._task(signature) is not None and self._app.conf.task_always_eager
         if self._has_keys and not is_eager:
             seen = self._ask_keys(lambda records: records.read(mark.name))
             if stands := call(seen, "").stands:
                 return self._of_another(signature, stands)
-        return self._publish(mark, call, signature)
+        return self._publish(mark, call, signature, announce=announce)
 
     def _send_plainly(self, call: _Call, signature: Signature) -> KeyedResult:
         """Send the task without its key, as if no other call had been made."""
@@ -216,6 +222,7 @@ class KeyedCalls:
         call: _Call,
         signature: Signature,
         *,
+        announce: bool = False,
         collect: Collect | None = None,
     ) -> KeyedResult:
         task, send = self._task(signature), self._send(signature)
@@ -238,6 +245,9 @@ class KeyedCalls:
             return self._of_another(signature, step.stands, created=step.stands == task_id)
         known = seen.record if step.replaces else None
         replaced = None if known is None or known.id == task_id else known.id
+        if announce and replaced is not None:
+            reason = f"replaced by {task_id}"
+            revoke_result(self._app, replaced, signature.task, reason=reason)
         return keyed_result(result, replaced=replaced)
 
     @property
@@ -442,17 +452,17 @@ def keyed_result(
     return keyed
 
 
-def revoke_result(app: Any, task_id: str, task_name: str) -> bool:
-    """Set a task's result to REVOKED. Returns False if the result backend fails."""
+def revoke_result(app: Any, task_id: str, task_name: str, *, reason: str) -> bool:
+    """Set a task's result to REVOKED, with *reason*. Returns False if the result backend fails."""
     registered = app.tasks.get(task_name)
     try:
         backend = app.backend if registered is None else registered.backend
         if not isinstance(backend, DisabledBackend) and backend.get_state(task_id) in _UNREADY:
-            backend.mark_as_revoked(task_id, reason="revoked", store_result=True)
+            backend.mark_as_revoked(task_id, reason=reason, store_result=True)
     except SoftTimeLimitExceeded:
         raise
     except Exception as exc:  # the task itself is cancelled
-        text = "native delay: %s is cancelled, but its result is not REVOKED yet: %s"
-        logger.warning(text, task_id, described(exc))
+        text = "native delay: %s is cancelled (%s), but its result is not REVOKED yet: %s"
+        logger.warning(text, task_id, reason, described(exc))
         return False
     return True

@@ -43,6 +43,7 @@ class Debounce(DeclaredKey):
 
     seconds: float
     max_wait_seconds: float | None = None
+    announce: bool = False
     collect: int | None = None
 
     def __post_init__(self) -> None:
@@ -57,6 +58,7 @@ class Throttle(DeclaredKey):
 
     seconds: float
     edge: Edge = "leading"
+    announce: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -222,6 +222,19 @@ def test_a_debounced_task_waits_no_longer_than_max_wait_seconds(
     assert jobs.args[0] > 0
 
 
+def test_a_replaced_task_becomes_revoked_only_if_it_is_announced(
+    key: str, app: Celery, delay: Delay, reindex: Any
+) -> None:
+    first, second, third = (
+        delay.debounce(reindex.s(number), key=key, seconds=LONG, announce=number == 2)
+        for number in range(3)
+    )
+    assert first.state == "PENDING"
+    assert second.state == "REVOKED"
+    assert str(second.result) == f"replaced by {third.id}"
+    assert waiting_ids(delay, first.id, second.id, third.id) == {third.id}
+
+
 def test_a_keyed_task_can_be_shown_moved_cancelled_and_run(
     key: str, delay: Delay, reindex: Any, jobs: Counting
 ) -> None:
