@@ -18,7 +18,10 @@ from .errors import SettingsError
 from .rates.declared import DeclaredKey
 from .rates.rate import Rate
 from .urls import (
+    EXPECTED_TABLE_PREFIX,
     is_redis_url,
+    is_table_prefix,
+    table_prefix_of,
     without_password,
 )
 
@@ -73,6 +76,11 @@ _EXPECTED_STORE = (
     '"postgresql+psycopg://host/shop", or "django" or "django:alias" for a database of Django'
 )
 
+_EXPECTED_PREFIX = (
+    f"the URL of a database whose native_delay_prefix has {EXPECTED_TABLE_PREFIX}; for "
+    f'"django", set DELAY_TABLE_PREFIX in Django\'s settings'
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class DelaySettings:
@@ -110,9 +118,11 @@ class DelaySettings:
     store: str | None = None
     """URL of a Redis, such as ``redis://host/1``, or SQLAlchemy URL of a database, such as
     ``postgresql+psycopg://host/shop``, in which tasks wait instead of in the broker. ``django`` is
-    the default database of a Django project, ``django:other`` another one. Default: None.
-    RabbitMQ, SQS and pgmq then delay tasks themselves; Redis and ``sqla+…`` brokers are their own
-    store. With other brokers, tasks wait in the worker's memory, as in Celery."""
+    the default database of a Django project, ``django:other`` another one. With
+    ``?native_delay_prefix=shop_delay_`` in the URL of a database, the names of its tables begin
+    with ``shop_delay_``. Default: None. RabbitMQ, SQS and pgmq then delay tasks themselves; Redis
+    and ``sqla+…`` brokers are their own store. With other brokers, tasks wait in the worker's
+    memory, as in Celery."""
     store_tasks: tuple[str, ...] = ("*",)
     """Names of the tasks that wait in the store, with ``*`` for any text. Other tasks wait in the
     broker. Tasks with a key or a rate limit, and periodic tasks, always wait in the store.
@@ -316,7 +326,9 @@ def _rule(name: str, value: Any) -> tuple[bool, str]:
         case "levels" | "resolution" | "fused_bits":
             return True, ""
         case "store":
-            return value is None or is_store_url(value), _EXPECTED_STORE
+            has_prefix = is_text and table_prefix_of(value) is not None
+            expected = _EXPECTED_PREFIX if has_prefix else _EXPECTED_STORE
+            return value is None or is_store_url(value), expected
         case "once":
             fits = _by_task(value, lambda days: _is_number(days) and 0 < days <= 3660)
             return fits, (
@@ -390,6 +402,9 @@ def is_store_url(value: Any) -> bool:
     if value.startswith("sentinel://"):
         return bool(_SENTINEL.fullmatch(value))
     if value.startswith("sqla+"):  # the URL of a broker
+        return False
+    prefix = table_prefix_of(value)
+    if prefix is not None and (is_redis_url(value) or not is_table_prefix(prefix)):
         return False
     try:
         urlsplit(value).port  # noqa: B018  raises for one that is no number

@@ -1,4 +1,4 @@
-"""Hides passwords in URLs, and converts URLs for redis-py."""
+"""Hides passwords in URLs, converts URLs for redis-py, and reads the prefix of table names."""
 
 from __future__ import annotations
 
@@ -7,6 +7,15 @@ from urllib.parse import unquote
 
 # The password of `user:password@`, whatever characters it has; and libpq's parameter `password=`.
 _PASSWORD = re.compile(r"(?<=://)([^/:@?#]*):.*(?=@)|(?<=[?&]password=)[^&]*")
+
+#: Begins the names of tables and their indexes, if the user chooses no other prefix.
+TABLE_PREFIX = "native_delay_"
+
+# PostgreSQL makes letters small, and cuts names after 63 bytes. The longest rest has 11.
+_TABLE_PREFIX = re.compile(r"[a-z_][a-z0-9_]{0,49}")
+_GIVEN_PREFIX = re.compile(r"[?&]native_delay_prefix=([^&]*)")
+
+EXPECTED_TABLE_PREFIX = "1 to 50 of the characters a-z, 0-9 and _, and no digit at its beginning"
 
 # One of Python's names, such as CERT_REQUIRED. kombu accepts them, too.
 _CERTIFICATES = re.compile(r"(?<=[?&]ssl_cert_reqs=)CERT_(\w+)")
@@ -39,6 +48,16 @@ def without_credential_provider(url: str) -> tuple[str, str | None]:
         return url, None
     rest = url[: found.start()] + url[found.end() :].replace("&", found[0][0], 1)
     return _USER.sub("", rest), unquote(found[1])
+
+
+def is_table_prefix(value: object) -> bool:
+    return isinstance(value, str) and _TABLE_PREFIX.fullmatch(value) is not None
+
+
+def table_prefix_of(url: str) -> str | None:
+    """Return the prefix of table names in the URL of a database, which may be invalid, or None."""
+    found = _GIVEN_PREFIX.findall(url)
+    return "&".join(found) if found else None
 
 
 def is_redis_url(url: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ from sqlalchemy import (
     URL,
     Connection,
     Engine,
+    Inspector,
     create_engine,
     event,
     exc,
@@ -21,13 +23,14 @@ from sqlalchemy import (
 )
 
 from ..errors import NativeDelayError, SettingsError, StoreUnavailable
-from ..finding import WRONG, Finding
 from ..now import time_ns
-from ..urls import without_password
+from ..urls import TABLE_PREFIX, table_prefix_of, without_password
 from ..within import Within, before_commit
 from .joined import UsersTransaction, joined, transaction_with
 from .sessions import SessionTransaction
-from .sql_table import METADATA
+from .sql_table import naming_tables, other_prefix, schema
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -62,7 +65,7 @@ READS = "native_delay_reads"
 def engine_of(url: str) -> Engine:
     """Make a SQLAlchemy engine for *url*. Raises SettingsError if the driver is missing."""
     try:
-        place = make_url(url)
+        place = make_url(url).difference_update_query(["native_delay_prefix"])
     except (exc.ArgumentError, ValueError) as error:
         raise SettingsError(
             f"expected native_delay_store to be a URL of SQLAlchemy such as "
@@ -70,13 +73,14 @@ def engine_of(url: str) -> Engine:
         ) from error
     try:
         if place.get_backend_name() == "sqlite":
-            return _sqlite(place)
-        # pool_pre_ping notices a connection that the server has closed
-        return create_engine(place, pool_pre_ping=True, **_of_servers(place))
+            engine = _sqlite(place)
+        else:  # pool_pre_ping notices a connection that the server has closed
+            engine = create_engine(place, pool_pre_ping=True, **_of_servers(place))
     except (exc.ArgumentError, ImportError) as error:
         raise SettingsError(
             f"native_delay_store {without_password(url)!r} cannot be used: {error}"
         ) from error
+    return naming_tables(engine, table_prefix_of(url) or TABLE_PREFIX)
 
 
 def _of_servers(place: URL) -> dict[str, Any]:
@@ -180,6 +184,8 @@ class Database:
     def __init__(self, url: str, *, timeout_seconds: float, engine: Engine | None = None) -> None:
         self.url = url
         self.where = without_password(url)
+        self.table_prefix = table_prefix_of(url) or TABLE_PREFIX
+        self.tables = schema(self.table_prefix)
         self.engine = engine or engine_of(url)
         self.is_file = self.engine.dialect.name == "sqlite"
         #: True once the tables were created or found.
@@ -200,7 +206,7 @@ class Database:
     @contextmanager
     def joining(self, session: Any) -> Iterator[None]:
         self.prepare()
-        transaction = SessionTransaction(session, self.engine.dialect.name)
+        transaction = SessionTransaction(session, self.engine.dialect.name, self.table_prefix)
         with joined(self, transaction), transaction.watched():
             yield
 
@@ -247,20 +253,35 @@ class Database:
 
     def is_made(self) -> bool:
         """Return True if the tables exist. This call creates nothing, not even SQLite's file."""
+        return self._inspected(lambda seen: all(map(seen.has_table, self.tables.tables)), False)
+
+    def table_names(self) -> list[str]:
+        """Return the names of the tables in the database."""
+        return self._inspected(lambda seen: seen.get_table_names(), [])
+
+    def _inspected(self, question: Callable[[Inspector], T], without_file: T) -> T:
         path = Path((self.engine.url.database or "").removeprefix("file:").partition("?")[0])
         if self.is_file and not path.exists():
-            return False
+            return without_file
 
-        def inspected() -> bool:
+        def inspected() -> T:
             with self.explained(), self.engine.connect() as connection:
-                return all(map(inspect(connection).has_table, METADATA.tables))
+                return question(inspect(connection))
 
         return self._in_time(inspected)
 
-    def not_made(self) -> Finding:
-        """Return what is wrong if the tables do not exist."""
-        problem = f"{self.where} has no tables {' and '.join(METADATA.tables)}"
-        return Finding("store", WRONG, problem, self._way_to_tables)
+    def not_made(self) -> tuple[str, str]:
+        """Return the problem and the remedy if the tables do not exist."""
+        problem = f"{self.where} has no tables {' and '.join(self.tables.tables)}"
+        prefix = other_prefix(self.table_prefix, self.table_names())
+        if prefix is None:
+            return problem, self._way_to_tables
+        return f"{problem}, but {prefix}task and {prefix}record", (
+            f'rename those, or set {self._prefix_setting} to "{prefix}" again, in workers and '
+            f"producers"
+        )
+
+    _prefix_setting = "native_delay_prefix in the URL"
 
     _way_to_tables = (
         "start a worker or run `celery -A PROJ delay declare`, which make them, or correct "
@@ -277,6 +298,24 @@ class Database:
             said = str(getattr(error, "orig", None) or error).strip() or type(error).__name__
             raise self._unavailable(said.splitlines()[0]) from error
 
+    def _make_tables(self) -> None:
+        with self.engine.begin() as connection:
+            seen = inspect(connection)
+            made = list(filter(seen.has_table, self.tables.tables))
+            other = None if made else other_prefix(self.table_prefix, seen.get_table_names())
+            for name in made:
+                theirs = {each["name"] for each in seen.get_columns(name)}
+                if not theirs.issuperset(self.tables.tables[name].columns.keys()):
+                    raise self._unavailable(
+                        f"{name} is the table of another program: choose another "
+                        f"native_delay_prefix in the URL, in workers and producers"
+                    )
+            self.tables.create_all(connection)
+        if other is not None:
+            told = "native delay: %s has new tables; tasks stay in its tables with the prefix %s"
+            logger.warning(told, self.where, other)
+        self.is_ready = True
+
     def _tried(
         self, connect: Callable[[], AbstractContextManager[Connection]], work: Callable[[Any], T]
     ) -> T:
@@ -285,9 +324,7 @@ class Database:
                 began = monotonic()
                 try:
                     if not self.is_ready:
-                        with self.engine.begin() as connection:
-                            METADATA.create_all(connection)
-                        self.is_ready = True
+                        self._make_tables()
                     with connect() as connection:
                         result = work(connection)
                         before_commit()

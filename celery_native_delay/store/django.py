@@ -8,17 +8,25 @@ from time import sleep
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
+from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 from django.db import DataError, Error, IntegrityError, OperationalError, connections, transaction
 from sqlalchemy import Connection, Dialect, Engine, create_engine
 from sqlalchemy.pool import NullPool
 
-from ..errors import CannotDelay, NativeDelayError, StoreUnavailable, UnsupportedBroker
+from ..errors import (
+    CannotDelay,
+    NativeDelayError,
+    SettingsError,
+    StoreUnavailable,
+    UnsupportedBroker,
+)
 from ..per_process import in_forked_children
+from ..urls import EXPECTED_TABLE_PREFIX, TABLE_PREFIX, is_table_prefix
 from ..within import Within, before_commit
 from .joined import UsersTransaction, is_outside
 from .sql import SqlStore
-from .sql_table import METADATA
+from .sql_table import naming_tables, schema
 
 T = TypeVar("T")
 
@@ -67,6 +75,8 @@ class DjangoStore(SqlStore):
             )
         engine = _engine_for(connections[self.alias])
         super().__init__(url, namespace, timeout_seconds=timeout_seconds, engine=engine)
+        self.table_prefix = table_prefix()
+        self.tables = schema(self.table_prefix)
         # Django's connections belong to their threads, and have time limits of their own.
         self._within = None
         self._apart = Within(timeout_seconds, rolls_back=True)
@@ -167,14 +177,18 @@ class DjangoStore(SqlStore):
         self._check_made()
 
     def is_made(self) -> bool:
-        if not self.is_ready:
-            try:
-                with connections[self.alias].cursor() as cursor:
-                    found = connections[self.alias].introspection.table_names(cursor)
-            except Error as exc:
-                raise self._unavailable(str(exc)) from exc
-            self.is_ready = set(METADATA.tables) <= set(found)
+        self.is_ready = self.is_ready or set(self.tables.tables) <= set(self.table_names())
         return self.is_ready
+
+    def table_names(self) -> list[str]:
+        try:
+            with connections[self.alias].cursor() as cursor:
+                found: list[str] = connections[self.alias].introspection.table_names(cursor)
+        except Error as exc:
+            raise self._unavailable(str(exc)) from exc
+        return found
+
+    _prefix_setting = "DELAY_TABLE_PREFIX"
 
     @property
     def _way_to_tables(self) -> str:  # type: ignore[override]
@@ -185,8 +199,7 @@ class DjangoStore(SqlStore):
 
     def _check_made(self) -> None:
         if not self.is_made():
-            found = self.not_made()
-            raise StoreUnavailable(f"{found.problem}: {found.remedy}")
+            raise StoreUnavailable(": ".join(self.not_made()))
 
 
 def _is_in_transaction(connection: Any) -> bool:
@@ -205,7 +218,19 @@ def _engine_for(connection: Any) -> Engine:
         )
     # Django's cursors expect "%s" on SQLite, too.
     style = {"paramstyle": "format"} if connection.vendor == "sqlite" else {}
-    return create_engine(f"{_DIALECTS[module]}://", poolclass=NullPool, **style)
+    engine = create_engine(f"{_DIALECTS[module]}://", poolclass=NullPool, **style)
+    return naming_tables(engine, table_prefix())
+
+
+def table_prefix() -> str:
+    """Return Django's setting DELAY_TABLE_PREFIX. Raises SettingsError if it is invalid."""
+    found = getattr(settings, "DELAY_TABLE_PREFIX", TABLE_PREFIX)
+    if not is_table_prefix(found):
+        raise SettingsError(
+            f"expected DELAY_TABLE_PREFIX in Django's settings to have "
+            f"{EXPECTED_TABLE_PREFIX}, got {found!r}"
+        )
+    return str(found)
 
 
 def dialect_of(connection: Any) -> Dialect:

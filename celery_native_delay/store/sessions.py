@@ -11,7 +11,7 @@ from sqlalchemy.orm import Session
 
 from ..errors import CannotDelay
 from .joined import UsersTransaction, outside_transaction
-from .sql_table import TASKS
+from .sql_table import TASKS, table_name, tables_named
 
 T = TypeVar("T")
 
@@ -19,8 +19,8 @@ T = TypeVar("T")
 class SessionTransaction(UsersTransaction):
     """The transaction of a Session, an AsyncSession or a Connection."""
 
-    def __init__(self, session: Any, dialect: str) -> None:
-        """*dialect* is the kind of the store's database."""
+    def __init__(self, session: Any, dialect: str, table_prefix: str) -> None:
+        """*dialect* is the kind of the store's database; its tables begin with *table_prefix*."""
         super().__init__()
         self._session = getattr(session, "sync_session", session)
         if not isinstance(self._session, Session | Connection):
@@ -30,10 +30,13 @@ class SessionTransaction(UsersTransaction):
             )
         #: Calls that follow the commit. After a rollback they do no harm.
         self._calls: list[Callable[[], object]] = []
-        self._check(dialect)
+        self._table_prefix = table_prefix
+        self._check(dialect, table_name(table_prefix, TASKS.name))
 
     def do(self, work: Callable[[Any], T]) -> T:
-        return work(self._connection())
+        connection = self._connection()
+        with tables_named(connection, self._table_prefix):
+            return work(connection)
 
     def after_commit(self, call: Callable[[], object]) -> None:
         if not self._calls or self._calls[-1] != call:
@@ -71,7 +74,7 @@ class SessionTransaction(UsersTransaction):
             found = self._session.connection()
         return found
 
-    def _check(self, dialect: str) -> None:
+    def _check(self, dialect: str, table: str) -> None:
         if isinstance(self._session, Session) and not self._session.is_active:
             raise CannotDelay(
                 "expected a transaction that can commit, got one that has failed: roll the session "
@@ -88,8 +91,8 @@ class SessionTransaction(UsersTransaction):
                 "commits each statement by itself"
             )
         theirs = connection.dialect
-        if theirs.name != dialect or not theirs.has_table(connection, TASKS.name):
+        if theirs.name != dialect or not theirs.has_table(connection, table):
             raise CannotDelay(
                 f"expected a transaction of the {dialect} database in native_delay_store, got one "
-                f"of {connection.engine.url.render_as_string()}, which has no table {TASKS.name}"
+                f"of {connection.engine.url.render_as_string()}, which has no table {table}"
             )

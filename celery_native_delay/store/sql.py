@@ -366,7 +366,7 @@ class SqlStore(Database, Store):
     def findings(self) -> list[Finding]:
         try:
             if not self.is_made():
-                return [self.not_made()]
+                return [Finding("store", WRONG, *self.not_made())]
             # The statement fails if this user may not write, although no row matches.
             nothing = delete(TASKS).where(_ROW.id < 0)
             self.do(lambda connection: connection.execute(nothing))

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, TypeVar
 
 from sqlalchemy import (
     BigInteger,
     Column,
+    Connection,
     Index,
     Integer,
     MetaData,
@@ -14,10 +19,14 @@ from sqlalchemy import (
     String,
     Table,
     Text,
+    event,
 )
 from sqlalchemy.dialects.mysql import LONGTEXT
 
 from ..texts import digest_of, storable
+from ..urls import TABLE_PREFIX, is_table_prefix
+
+T = TypeVar("T")
 
 METADATA = MetaData()
 
@@ -84,6 +93,63 @@ RECORDS = Table(
 )
 
 LISTED = TASKS.c.state.in_((WAITING, PARKED))
+
+_TABLE_NAMES = re.compile(rf"\b{TABLE_PREFIX}(?=(task|record)\b)")
+
+
+def table_name(prefix: str, name: str) -> str:
+    """Return the name of a table or an index as it begins with *prefix*."""
+    return prefix + name.removeprefix(TABLE_PREFIX)
+
+
+def schema(prefix: str) -> MetaData:
+    """Return all tables of a store, whose names and indexes begin with *prefix*."""
+    found = MetaData()
+    for table in METADATA.tables.values():
+        named: Any = table.to_metadata(found, name=table_name(prefix, table.name))
+        for index in named.indexes:
+            index.name = table_name(prefix, index.name)
+    return found
+
+
+def other_prefix(mine: str, names: Iterable[str]) -> str | None:
+    """Return another prefix than *mine* with which a store's tables are among *names*."""
+    both = set(names)
+    prefixes = sorted(name.removesuffix("task") for name in both if name.endswith("task"))
+    ours = (each for each in prefixes if is_table_prefix(each) and f"{each}record" in both)
+    return next((each for each in ours if each != mine), None)
+
+
+def naming_tables(place: T, prefix: str) -> T:
+    """Let statements on *place*, an engine or a connection, name our tables with *prefix*.
+
+    Our statements are made once, for the tables' usual names. They have no values, which are
+    parameters.
+    """
+    if prefix != TABLE_PREFIX:
+        event.listen(place, "before_cursor_execute", _names(prefix), retval=True)
+    return place
+
+
+@cache
+def _names(prefix: str) -> Callable[..., tuple[str, Any]]:
+    def name(
+        connection: Any, cursor: Any, statement: str, parameters: Any, context: Any, many: bool
+    ) -> tuple[str, Any]:
+        return _TABLE_NAMES.sub(prefix, statement), parameters
+
+    return name
+
+
+@contextmanager
+def tables_named(connection: Connection, prefix: str) -> Iterator[None]:
+    """Let *connection*, which is the user's, name our tables with *prefix* in a ``with`` block."""
+    naming_tables(connection, prefix)
+    try:
+        yield
+    finally:
+        if prefix != TABLE_PREFIX:
+            event.remove(connection, "before_cursor_execute", _names(prefix))
 
 
 def short_id(task_id: str) -> str:

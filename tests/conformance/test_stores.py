@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from redis.connection import AbstractConnection
-from sqlalchemy import create_engine, event, text
+from sqlalchemy import create_engine, event, inspect, text
 
 from celery_native_delay import Query, Verdict
 from celery_native_delay.errors import StoreUnavailable
@@ -199,6 +199,23 @@ def test_a_batch_of_rows_is_written_all_or_none(store: Store) -> None:
     add(store, *range(BATCH + 100), wait_us=-1)
     assert store.census().waiting == BATCH + 100
     assert len(dispatched(store)) == BATCH + 100
+
+
+@pytest.mark.parametrize("url", ["sqlite", in_ci("postgresql"), in_ci("mariadb")], indirect=True)
+def test_a_prefix_of_another_programs_table_is_refused_and_makes_nothing(url: str) -> None:
+    """A shop may have a table ``shop_task``: it is neither read nor called ready."""
+    engine = create_engine(url)
+    with engine.begin() as connection:
+        connection.execute(text("CREATE TABLE shop_task (id INTEGER)"))
+    prefixed = f"{url}{'&' if '?' in url else '?'}native_delay_prefix=shop_"
+    with closing(opened(prefixed, "celery_delay")) as store:
+        for call in (store.prepare, lambda: add(store, 1)):
+            with pytest.raises(StoreUnavailable, match="shop_task is the table of another program"):
+                call()
+    with engine.begin() as connection:
+        assert not inspect(connection).has_table("shop_record")
+        connection.execute(text("DROP TABLE shop_task"))
+    engine.dispose()
 
 
 def test_the_tasks_of_other_virtual_hosts_are_apart_and_can_be_found(

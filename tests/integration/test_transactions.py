@@ -16,7 +16,17 @@ from celery.contrib.django.task import DjangoTask
 from celery.signals import before_task_publish
 from kombu import Connection
 from kombu.exceptions import OperationalError
-from sqlalchemy import Column, Engine, Integer, MetaData, Table, create_engine, make_url
+from sqlalchemy import (
+    Column,
+    Engine,
+    Integer,
+    MetaData,
+    Table,
+    create_engine,
+    inspect,
+    make_url,
+    text,
+)
 from sqlalchemy.orm import Session
 
 from celery_native_delay import (
@@ -34,6 +44,7 @@ from celery_native_delay.app.install import drop_pools
 from celery_native_delay.app.installation import admin_part, delaying_channel
 from celery_native_delay.bulk import bulk
 from celery_native_delay.store.dispatcher import TransactionRelay
+from celery_native_delay.store.opened import store_at
 from celery_native_delay.testing import PrivateRabbitMQ
 from tests.brokers import in_ci, on_one_version
 from tests.conformance.brokers import running_database
@@ -316,6 +327,68 @@ def test_sqlalchemys_transaction_sends_tasks_too(
     assert waiting(app) == ["order-2"]
     send(app, 8)
     assert sent(app) == ["order-8"]
+
+
+@pytest.fixture
+def renamed(migrated: Any) -> Iterator[None]:
+    """The tables of the database begin with "shop_delay_"."""
+    from django.core.management import call_command
+    from django.test import override_settings
+
+    from celery_native_delay.store.django import _KEPT
+
+    def migrate(name: str) -> None:
+        call_command("migrate", "native_delay", name, database="shop", verbosity=0)
+        vars(migrated).pop(_KEPT, None)  # of a store with the other names
+
+    migrate("zero")
+    with override_settings(DELAY_TABLE_PREFIX="shop_delay_"):
+        migrate("0001")
+        yield
+        migrate("zero")
+    migrate("0001")
+
+
+def test_the_names_of_tables_begin_as_djangos_setting_or_the_url_says(
+    app: Celery, database_url: str, engine: Engine, renamed: None, atomic: Any
+) -> None:
+    from django.test import override_settings
+
+    for number in (1, 2):
+        with suppress(ZeroDivisionError), atomic():
+            send(app, number)
+            send(app, number + 10, countdown=HOUR_SECONDS)
+            1 // (number - 1)
+    assert (sent(app), waiting(app)) == (["order-2"], ["order-12"])
+    tables = {name for name in inspect(engine).get_table_names() if "delay_" in name}
+    assert tables == {"shop_delay_task", "shop_delay_record"}
+    with override_settings(DELAY_TABLE_PREFIX="other_"):
+        store = store_at("django:shop", "tests", timeout_seconds=PATIENCE_SECONDS)
+        told = "no tables other_task and other_record, but shop_delay_task and shop_delay_record"
+        with pytest.raises(StoreUnavailable, match=told):
+            store.census()
+        (finding,) = store.findings()
+        assert told in finding.problem
+        assert 'DELAY_TABLE_PREFIX to "shop_delay_"' in finding.remedy
+    mark = "&" if "?" in database_url else "?"
+    install(app, store=f"{database_url}{mark}native_delay_prefix=shop_delay_")
+    for number, end in ((3, "rollback"), (4, "commit")):
+        with Session(engine) as session, in_transaction(app, session):
+            send(app, number)
+            send(app, number + 10, countdown=HOUR_SECONDS)
+            getattr(session, end)()
+    assert (sent(app), waiting(app)) == (["order-4"], ["order-12", "order-14"])
+    with engine.connect() as connection, connection.begin():  # it is the user's again
+        assert (
+            connection.execute(text("SELECT 'native_delay_task'")).scalar() == "native_delay_task"
+        )
+    install(app, store=f"{database_url}{mark}native_delay_prefix=other_")
+    with (
+        create_engine("sqlite://").connect() as connection,
+        pytest.raises(CannotDelay, match="no table other_task"),
+        in_transaction(app, connection),
+    ):
+        send(app, 5)
 
 
 def test_two_transactions_may_use_a_new_key_at_the_same_time(

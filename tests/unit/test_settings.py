@@ -93,6 +93,10 @@ def test_values_that_are_accepted(name: str, value: Any) -> None:
 
 
 NAMESPACE = "1 to 64 letters, digits, _, - or inner dots"
+PREFIX = (
+    "the URL of a database whose native_delay_prefix has 1 to 50 of the characters a-z, 0-9 and _, "
+    'and no digit at its beginning; for "django", set DELAY_TABLE_PREFIX in Django\'s settings'
+)
 TASKS = 'a list of task names such as ["shop.remind", "billing.*"]'
 NAMES = "a list of exchange and queue names"
 ONCE = f'{TASKS}, or a dict of days above 0, and at most 3660, such as {{"billing.*": 30}}'
@@ -116,6 +120,10 @@ SCHEDULES = 'True, False, or a release: a number from 1, or "2026-11-23"'
         ("management_url", "rabbit:15672", "None or an http(s) URL"),
         ("store", "stream", STORE),
         ("store", "redis://store:many", STORE),
+        ("store", "redis://store?native_delay_prefix=shop_", PREFIX),
+        ("store", "django?native_delay_prefix=shop_", PREFIX),
+        ("store", "sqlite:////a.db?native_delay_prefix=Shop-", PREFIX),
+        ("store", f"mysql://db/shop?native_delay_prefix={'a' * 51}", PREFIX),
         ("store_tasks", "shop.*", TASKS),
         ("once", "shop.*", ONCE),
         ("once", (("shop.*", 0),), ONCE),

@@ -17,7 +17,7 @@ from celery_native_delay import SettingsError
 from celery_native_delay.settings import DelaySettings
 from celery_native_delay.store.database import engine_of
 from celery_native_delay.store.opened import store_of
-from celery_native_delay.store.sql_table import RECORDS, TASKS
+from celery_native_delay.store.sql_table import RECORDS, TASKS, schema
 from celery_native_delay.urls import without_password
 
 # ---- URLs --------------------------------------------------------------------------------------
@@ -74,6 +74,16 @@ FROZEN = {"store": TASKS, "records": RECORDS}
 def test_tables_are_frozen(name: str, table: Table, dialect: Dialect) -> None:
     """Databases in production have these tables. To change one, add a version or a table."""
     assert declared(table, dialect) == golden(name, dialect).read_text()
+
+
+@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
+def test_with_a_prefix_the_tables_have_other_names_and_nothing_else_differs(
+    dialect: Dialect,
+) -> None:
+    texts = "".join(golden(name, dialect).read_text() for name in ("records", "store"))
+    tables = schema("shop_delay_").sorted_tables
+    found = "".join(declared(table, dialect) for table in tables)
+    assert found == texts.replace("native_delay_", "shop_delay_")
 
 
 def golden(name: str, dialect: Dialect) -> Path:

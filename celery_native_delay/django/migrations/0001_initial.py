@@ -9,10 +9,10 @@ from django.db import migrations
 
 def tables_of(connection: Any) -> tuple[Any, list[Any]]:
     """Return SQLAlchemy's dialect for a connection of Django's, and the tables."""
-    from celery_native_delay.store.django import dialect_of
-    from celery_native_delay.store.sql_table import METADATA
+    from celery_native_delay.store.django import dialect_of, table_prefix
+    from celery_native_delay.store.sql_table import schema
 
-    return dialect_of(connection), METADATA.sorted_tables
+    return dialect_of(connection), schema(table_prefix()).sorted_tables
 
 
 def create(apps: Any, schema_editor: Any) -> None:
