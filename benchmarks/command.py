@@ -21,6 +21,7 @@ from benchmarks import (
     lateness,
     publish,
     rates,
+    reconcile,
     redis_store,
     report,
     scale,
@@ -30,6 +31,7 @@ from benchmarks import (
     store,
     throughput,
     transactions,
+    waiting,
     worker_cost,
 )
 from benchmarks.measuring import BROKER_OPTIONS, Bench, Result, load_average, log, machine
@@ -55,11 +57,13 @@ SCENARIOS: dict[str, Scenario] = {
     "redis-store": redis_store,
     "store": store,
     "transactions": transactions,
+    "waiting": waiting,
     "rates": rates,
     "keys": keys,
     "schedules": schedules,
     "holds": holds,
     "spark": spark,
+    "reconcile": reconcile,
     "scale": scale.MILLION,
     "scale-10m": scale.TEN_MILLION,
 }

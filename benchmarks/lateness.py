@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import product
 from time import monotonic, sleep, time
 from typing import Any
@@ -13,6 +14,7 @@ from matplotlib.figure import Figure
 from benchmarks.apps import LABELS, TASK, make_app, running_worker
 from benchmarks.charts import GREY, OTHERS, OURS, curves_on, figure
 from benchmarks.measuring import (
+    REDIS_CONFIG,
     Bench,
     Result,
     Target,
@@ -20,6 +22,7 @@ from benchmarks.measuring import (
     lateness_columns,
     percentile,
 )
+from celery_native_delay.testing import private_redis
 
 TASKS = 2_000
 PER_SECOND = 200
@@ -52,11 +55,7 @@ def run(bench: Bench) -> Result:
     for broker, countdowns, method in RUNS:
         seconds = _countdowns(countdowns, counts[countdowns], longest)
         what = f"lateness, {broker}, {countdowns}, {method}"
-        with ExitStack() as stack:
-            if broker == "RabbitMQ":
-                url = stack.enter_context(bench.vhost())
-            else:
-                url = stack.enter_context(bench.redis()).url
+        with bench.vhost() if broker == "RabbitMQ" else redis_url() as url:
             late_ms = starts_on(url, bench, method, seconds, what)
         late[broker, countdowns, method] = late_ms
         result.rows.append(
@@ -85,6 +84,12 @@ def run(bench: Bench) -> Result:
         "slots."
     )
     return result
+
+
+@contextmanager
+def redis_url() -> Iterator[str]:
+    with private_redis(config=REDIS_CONFIG) as redis:
+        yield redis.url
 
 
 def _countdowns(kind: str, count: int, longest: int) -> list[float]:

@@ -68,10 +68,12 @@ class Delays:
 
 @dataclass(frozen=True)
 class Load:
-    """One load: a publish rate, and the delays of its messages unless they are immediate."""
+    """One load: a publish rate and a set of delay levels; *settings* are None for immediate
+    messages.
+    """
 
     label: str
-    is_delayed: bool
+    settings: DelaySettings | None
     delays: Delays
     per_second: int
     has_target: bool = False
@@ -79,9 +81,9 @@ class Load:
     @property
     def mean_hops(self) -> float:
         """The mean number of level queues that a message passes."""
-        if not self.is_delayed:
+        if self.settings is None:
             return 0.0
-        topology = Topology(DelaySettings())
+        topology = Topology(self.settings)
         shortest, longest = self.delays.units
         every = range(shortest, longest + 1, self.delays.step or 1)
         return sum(len(topology.path(units)) for units in every) / len(every)
@@ -151,11 +153,11 @@ class SteadyRun:
 
     def row(self, bench: Bench) -> dict[str, Any]:
         load = self.load
-        queues = len(Topology(DelaySettings()).level_queues) if load.is_delayed else 0
+        queues = 0 if load.settings is None else len(Topology(load.settings).level_queues)
         return {
             "RabbitMQ": bench.broker.version,
             "asked/s": load.per_second,
-            "delays": load.delays.label if load.is_delayed else "none",
+            "delays": load.delays.label if load.settings else "none",
             "levels": load.label,
             "level queues": queues,
             "hops": load.mean_hops,
@@ -182,12 +184,17 @@ class SteadyRun:
 
 def _publish(pipe: Pipe, url: str, load: Load, total: int) -> None:
     """Send *total* delayed tasks at the load's rate."""
-    if not load.is_delayed:
+    if load.settings is None:
         _publish_immediate(pipe, url, load.per_second, total)
         return
     draw = random.Random(1)
     padding = "." * ARGUMENT_BYTES
-    app = make_app("ours", url, resolution=load.delays.resolution_ms / 1000)
+    app = make_app(
+        "ours",
+        url,
+        fused_bits=load.settings.fused_bits,
+        resolution=load.delays.resolution_ms / 1000,
+    )
     declare_for("ours", app)
     with bulk(app, window=WINDOW) as batch:
 

@@ -52,7 +52,7 @@ MUTATIONS = [
         "transports/sqs/hops.py",
         "-(-milliseconds // 1000)",
         "milliseconds // 1000",
-        "unit/test_sqs.py",
+        "unit/test_hops.py",
     ),
     # The delay queues of RabbitMQ, and what is confirmed.
     Mutation(

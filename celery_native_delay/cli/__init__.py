@@ -3,11 +3,14 @@
 from . import (  # noqa: F401  each registers its commands
     broker,
     holds,
-    moving,
+    migrate,
+    monitoring,
+    plan,
+    promote,
     rates,
     runs,
     schedules,
-    serving,
+    uninstall,
     waiting,
 )
 from .group import delay

@@ -17,7 +17,8 @@ from ..app.schedules import Scheduled
 from ..rates.line import RateLine
 from ..transports.interface import Backlog
 from ..worker.tally import BOUNDS, bucket
-from .threads import Counts, Listener, Poll, Reading
+from .listening import Counts, Listener
+from .polling import Poll, Reading
 
 #: The help text of each gauge without labels, by the gauge's name.
 _GAUGES = {

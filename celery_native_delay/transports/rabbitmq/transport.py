@@ -27,7 +27,6 @@ from ..moving import MovingPart
 from ..stored_bulk import StoredMessage, template_class
 from ..storing import PUBLISH_SECONDS, StoringChannel
 from .channels import Publication
-from .deaths import handle_frames
 from .delays import RabbitDelays
 from .from_store import RowPublisher, entry_of, entry_of_wait
 from .mirror import is_internal
@@ -216,9 +215,10 @@ class Channel(StoringChannel, pyamqp.Channel):  # type: ignore[misc]
         return result
 
     def queue_delete(self, queue: str = "", *args: Any, **kwargs: Any) -> Any:
-        """Delete a queue; due messages for it will be parked."""
+        """Delete a queue, and the landing queue that dead-letters due messages to the queue."""
+        landing = self.delays.preparation.empty_landing_queue(queue)
         result = super().queue_delete(queue, *args, **kwargs)
-        self.delays.mirror.queue_deleted(queue)
+        self.delays.preparation.queue_deleted(queue, landing)
         return result
 
     # --- receiving -----------------------------------------------------------------------
@@ -278,7 +278,7 @@ class Connection(pyamqp.Connection):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         option = kwargs.pop(OPTION)
         kwargs["socket_settings"] = _patient(kwargs.get("socket_settings"))
-        super().__init__(*args, frame_handler=handle_frames, **kwargs)
+        super().__init__(*args, **kwargs)
         try:
             self.delays = RabbitDelays(self, settings_from_option(option))
         except SettingsError as exc:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...finding import WRONG, Finding
@@ -51,11 +51,11 @@ class RedisWorkerPart(WorkerPart):
 
 def rescue(delays: Any) -> Rescue:
     """Try again to deliver due but undeliverable messages; return the counts."""
-    store: RedisBrokerStore = delays.own
+    store, version = delays.own, delays.version
     outcome = Rescue()
     before_us = store.now_us()
     for _ in range(_ROUND):
-        handed = store.rescue(before_us=before_us)
+        handed = store.rescue(version=version, before_us=before_us)
         outcome.delivered += handed.delivered
         outcome.still_parked += handed.parked
         if handed.taken < BATCH:
@@ -76,13 +76,17 @@ class RedisAdminPart(AdminPart):
         sentence = f"{self.name}: nothing to declare, {server} can hold delayed messages"
         return Told({"name": self.name, "server": server}, [sentence])
 
-    def examine(self) -> Iterator[Finding]:
+    def verify(self) -> list[Finding]:
         self._delays.prepare()
-        yield from self._delays.dangers()
+        return self._delays.dangers()  # type: ignore[no-any-return]
+
+    def examine(self) -> list[Finding]:
         census, surplus = self._store.census_and_surplus()
-        yield from _compare(self.name, surplus)
-        yield from Status.of(self.name, census).findings()
-        yield from clocks(self._delays.clock_ahead_seconds())
+        return [
+            *_compare(self.name, surplus),
+            *Status.of(self.name, census).findings(),
+            *clocks(self._delays.clock_ahead_seconds()),
+        ]
 
     def status(self) -> Told:
         return Status.of(self.name, self._store.census()).told()
