@@ -29,7 +29,7 @@ from kombu import Exchange, Queue
 from kombu.transport import native_delayed_delivery as celerys_own
 
 from celery_native_delay import install
-from example_project.folder_broker import settings_of
+from example_project.folder_broker import SCHEME, settings_of
 
 LABELS = {
     "ours": "ours",
@@ -107,6 +107,19 @@ def declare_for(method: str, app: Celery) -> None:
             celerys_own.declare_native_delayed_delivery_exchanges_and_queues(connection, "quorum")
             for queue in app.amqp.queues.values():
                 celerys_own.bind_queue_to_native_delayed_delivery_exchange(connection, queue)
+
+
+@contextmanager
+def sending(method: str, url: str, *, confirm: bool = False, **settings: Any) -> Iterator[Celery]:
+    """Yield an app from :func:`make_app` whose queues exist; close it after the block."""
+    app = make_app(method, url, confirm=confirm, **settings)
+    if url.startswith("amqp"):
+        declare_for(method, app)
+    if url.startswith(SCHEME):
+        # kombu takes a binding in the folder of another scenario for one in this folder.
+        app.connection_for_write().transport.state.clear()
+    yield app
+    app.close()
 
 
 def waiting_in(url: str) -> int:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from time import perf_counter, process_time, time, time_ns
+from functools import partial
+from time import time, time_ns
 from typing import Any
 
 import amqp
@@ -15,13 +14,20 @@ import kombu
 from celery.signals import before_task_publish
 from matplotlib.figure import Figure
 
-from benchmarks.apps import QUEUE, TASK, declare_for, make_app
+from benchmarks.apps import QUEUE, TASK, sending
 from benchmarks.charts import quartile_bars
-from benchmarks.measuring import REDIS_CONFIG, Bench, Result, Target, median, quartiles
+from benchmarks.measuring import (
+    Bench,
+    Result,
+    Target,
+    alternate,
+    block_of,
+    median,
+    quartiles,
+)
 from celery_native_delay import delay_headers
 from celery_native_delay.bulk import bulk
 from celery_native_delay.due_time import due_us as due_us_of
-from celery_native_delay.testing import private_redis
 from celery_native_delay.transports.rabbitmq.channels import Publication, WindowChannel
 from example_project.folder_broker import SCHEME
 
@@ -33,22 +39,12 @@ MANY = 10_000
 WINDOW = 1_000
 COUNTDOWN_SECONDS = 600
 
+WAITS, BULK = "apply_async loop, each waits", "bulk(app)"
+TEMPLATE, BARE = "its template path alone", "bare py-amqp, same window"
 
-@dataclass
-class Variant:
-    """One way to send many tasks, with the measured seconds per task of each round."""
 
-    label: str
-    count: int
-    send: Callable[[int], object]
-    seconds: list[float] = field(default_factory=list)
-    cpu_seconds: list[float] = field(default_factory=list)
-
-    def measure(self) -> None:
-        cpu, started = process_time(), perf_counter()
-        self.send(self.count)
-        self.seconds.append((perf_counter() - started) / self.count)
-        self.cpu_seconds.append((process_time() - cpu) / self.count)
+#: A function that sends as many tasks as its argument says.
+Send = Callable[[int], object]
 
 
 def run(bench: Bench) -> Result:
@@ -56,64 +52,57 @@ def run(bench: Bench) -> Result:
     loop, many = bench.count(LOOP, at_least=50), bench.count(MANY, at_least=200)
     with ExitStack() as stack:
 
-        def app_with(**settings: Any) -> Any:
-            app = make_app("ours", stack.enter_context(bench.vhost()), **settings)
-            stack.callback(app.close)
-            declare_for("ours", app)
-            return app
+        def app_at(url: str | None = None) -> Any:
+            return stack.enter_context(sending("ours", url or stack.enter_context(bench.vhost())))
 
-        def redis_app() -> Any:
-            app = make_app("ours", stack.enter_context(private_redis(config=REDIS_CONFIG)).url)
-            stack.callback(app.close)
-            return app
-
-        def folder_app() -> Any:
-            app = make_app("ours", f"{SCHEME}{bench.folder}/bulk")
-            stack.callback(app.close)
-            return app
-
-        ways = {
-            "wait": Variant("apply_async loop, each waits", loop, _loop(app_with())),
-            "bulk": Variant("bulk(app)", many, _bulk(app_with())),
-            "seen": Variant("bulk(app), tasks are seen", loop, _seen(app_with())),
-            "template": Variant("its template path alone", many, _template(app_with())),
-            "bare": Variant("bare py-amqp, same window", many, _bare(app_with(), stack)),
-            "redis loop": Variant("Redis, apply_async loop", loop, _loop(redis_app())),
-            "redis bulk": Variant("Redis, bulk(app)", many, _bulk(redis_app())),
-            "store loop": Variant("SQLite, apply_async loop", loop, _loop(folder_app())),
-            "store bulk": Variant("SQLite, bulk(app)", many, _bulk(folder_app())),
+        redis = stack.enter_context(bench.redis()).url
+        folder = f"{SCHEME}{bench.folder}/bulk"
+        sends = {
+            WAITS: (loop, _loop(app_at())),
+            BULK: (many, _bulk(app_at())),
+            "bulk(app), tasks are seen": (loop, _seen(app_at())),
+            TEMPLATE: (many, _template(app_at())),
+            BARE: (many, _bare(app_at(), stack)),
+            "Redis, apply_async loop": (loop, _loop(app_at(redis))),
+            "Redis, bulk(app)": (many, _bulk(app_at(redis))),
+            "SQLite, apply_async loop": (loop, _loop(app_at(folder))),
+            "SQLite, bulk(app)": (many, _bulk(app_at(folder))),
         }
-        order = random.Random(1)
-        with bench.progress("bulk", rounds) as done:
-            for number in range(rounds):
-                for way in order.sample(list(ways.values()), len(ways)):
-                    way.measure()
-                done(number + 1)
-    return conclude(ways, rounds)
+        found = alternate(
+            bench,
+            "bulk",
+            rounds,
+            {way: partial(sent, send, count) for way, (count, send) in sends.items()},
+        )
+    return conclude(found, rounds)
 
 
-def _loop(app: Any) -> Callable[[int], None]:
+def sent(send: Send, count: int) -> tuple[float, float]:
+    """Return the tasks per second, and the CPU seconds for one task."""
+    block = block_of(lambda _: send(count), 1)
+    return count / block.seconds[0], block.cpu_seconds / count
+
+
+def _loop(app: Any) -> Send:
     send_one = app.tasks[TASK]
 
     def send(count: int) -> None:
         for index in range(count):
             send_one.apply_async((index,), countdown=COUNTDOWN_SECONDS)
 
-    send(50)
     return send
 
 
-def _bulk(app: Any) -> Callable[[int], None]:
+def _bulk(app: Any) -> Send:
     def send(count: int) -> None:
         with bulk(app, window=WINDOW) as batch:
             for index in range(count):
                 batch.send(TASK, (index,), countdown=COUNTDOWN_SECONDS)
 
-    send(50)
     return send
 
 
-def _seen(app: Any) -> Callable[[int], None]:
+def _seen(app: Any) -> Send:
     """Return a function that uses bulk() with a signal receiver, as Sentry has one.
 
     With a receiver, each task goes through apply_async().
@@ -133,7 +122,7 @@ def _seen(app: Any) -> Callable[[int], None]:
     return send_seen
 
 
-def _template(app: Any) -> Callable[[int], None]:
+def _template(app: Any) -> Send:
     """Return a function that only sends by template (an encoded task message) with ``bulk(app)``.
 
     Bodies and ids are made before the measurement.
@@ -155,11 +144,10 @@ def _template(app: Any) -> Callable[[int], None]:
             assert publisher.send(kind, due_us, (task_id, text, "(0,)", "{}", body))
         publisher.outbox.settle(timeout_seconds=60)
 
-    send(50)
     return send
 
 
-def _bare(app: Any, stack: ExitStack) -> Callable[[int], None]:
+def _bare(app: Any, stack: ExitStack) -> Send:
     """Return a function that publishes one prepared message repeatedly.
 
     The time is that of py-amqp and the broker alone.
@@ -191,11 +179,10 @@ def _bare(app: Any, stack: ExitStack) -> Callable[[int], None]:
         channel.read_down_to(0)
         channel.close()
 
-    send(50)
     return send
 
 
-def conclude(ways: dict[str, Variant], rounds: int) -> Result:
+def conclude(found: dict[str, list[tuple[float, float]]], rounds: int) -> Result:
     result = Result(
         "Many delayed tasks at once",
         f"{rounds} rounds; in each round every variant sends its tasks, in random order. A variant "
@@ -205,27 +192,18 @@ def conclude(ways: dict[str, Variant], rounds: int) -> Result:
         f"repeatedly. Brokers and client share the machine's processors. Redis has an append-only "
         f"file; the filesystem broker has a store in SQLite.",
     )
-    for way in ways.values():
-        rates = quartiles(1 / seconds for seconds in way.seconds)
-        result.rows.append(
-            {
-                "variant": way.label,
-                "tasks/s": 1 / median(way.seconds),
-                "p25": rates[0],
-                "p75": rates[2],
-                "CPU µs/task": median(way.cpu_seconds) * 1e6,
-            }
-        )
-        result.series[way.label] = rates
-    rate = {key: 1 / median(way.seconds) for key, way in ways.items()}
-    result.targets += [
-        Target("bulk(app) : bare py-amqp", rate["bulk"] / rate["bare"], "≥", 0.9),
-        Target(
-            "template path, client CPU", median(ways["template"].cpu_seconds) * 1e6, "≤", 10, "µs"
-        ),
-        Target("Redis: bulk(app) : loop", rate["redis bulk"] / rate["redis loop"], "≥", 6),
-        Target("SQLite store: bulk(app) : loop", rate["store bulk"] / rate["store loop"], "≥", 5),
-    ]
+    rate: dict[str, float] = {}
+    for way, rounds_of_way in found.items():
+        low, rate[way], high = result.series[way] = quartiles(rate for rate, _ in rounds_of_way)
+        cpu_us = median(cpu for _, cpu in rounds_of_way) * 1e6
+        row = {"variant": way, "tasks/s": rate[way], "p25": low, "p75": high}
+        result.rows.append(row | {"CPU µs/task": cpu_us})
+        if way == TEMPLATE:
+            result.targets.append(Target("template path, client CPU", cpu_us, "≤", 10, "µs"))
+    result.targets.append(Target("bulk(app) : bare py-amqp", rate[BULK] / rate[BARE], "≥", 0.9))
+    for place, limit in (("Redis", 6), ("SQLite", 5)):
+        ratio = rate[f"{place}, bulk(app)"] / rate[f"{place}, apply_async loop"]
+        result.targets.append(Target(f"{place}: bulk(app) : loop", ratio, "≥", limit))
     return result
 
 

@@ -21,7 +21,6 @@ from benchmarks import (
     lateness,
     publish,
     rates,
-    reconcile,
     redis_store,
     report,
     scale,
@@ -31,7 +30,6 @@ from benchmarks import (
     store,
     throughput,
     transactions,
-    waiting,
     worker_cost,
 )
 from benchmarks.measuring import BROKER_OPTIONS, Bench, Result, load_average, log, machine
@@ -57,13 +55,11 @@ SCENARIOS: dict[str, Scenario] = {
     "redis-store": redis_store,
     "store": store,
     "transactions": transactions,
-    "waiting": waiting,
     "rates": rates,
     "keys": keys,
     "schedules": schedules,
     "holds": holds,
     "spark": spark,
-    "reconcile": reconcile,
     "scale": scale.MILLION,
     "scale-10m": scale.TEN_MILLION,
 }

@@ -14,7 +14,6 @@ from matplotlib.figure import Figure
 from benchmarks.apps import OTHER_TASK, TASK, Worker, declare_for, make_app, running_worker
 from benchmarks.charts import quartile_bars
 from benchmarks.measuring import (
-    REDIS_CONFIG,
     Bench,
     Result,
     Target,
@@ -24,7 +23,6 @@ from benchmarks.measuring import (
 from celery_native_delay import Delay
 from celery_native_delay.app.holds import TAKEN_UP_SECONDS
 from celery_native_delay.bulk import bulk
-from celery_native_delay.testing import private_redis
 from tests.postgresql import private_postgresql
 
 HELD = 100_000
@@ -43,7 +41,7 @@ def run(bench: Bench) -> Result:
     targets: list[Target] = []
     series: dict[str, list[float]] = {}
     with ExitStack() as stack:
-        redis = stack.enter_context(private_redis(config=REDIS_CONFIG))
+        redis = stack.enter_context(bench.redis())
         postgresql = stack.enter_context(private_postgresql())
         vhost = stack.enter_context(bench.vhost())
         for name, url, store in (

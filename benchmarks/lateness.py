@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from itertools import product
 from time import monotonic, sleep, time
 from typing import Any
@@ -14,7 +13,6 @@ from matplotlib.figure import Figure
 from benchmarks.apps import LABELS, TASK, make_app, running_worker
 from benchmarks.charts import GREY, OTHERS, OURS, curves_on, figure
 from benchmarks.measuring import (
-    REDIS_CONFIG,
     Bench,
     Result,
     Target,
@@ -22,7 +20,6 @@ from benchmarks.measuring import (
     lateness_columns,
     percentile,
 )
-from celery_native_delay.testing import private_redis
 
 TASKS = 2_000
 PER_SECOND = 200
@@ -55,7 +52,11 @@ def run(bench: Bench) -> Result:
     for broker, countdowns, method in RUNS:
         seconds = _countdowns(countdowns, counts[countdowns], longest)
         what = f"lateness, {broker}, {countdowns}, {method}"
-        with bench.vhost() if broker == "RabbitMQ" else redis_url() as url:
+        with ExitStack() as stack:
+            if broker == "RabbitMQ":
+                url = stack.enter_context(bench.vhost())
+            else:
+                url = stack.enter_context(bench.redis()).url
             late_ms = starts_on(url, bench, method, seconds, what)
         late[broker, countdowns, method] = late_ms
         result.rows.append(
@@ -84,12 +85,6 @@ def run(bench: Bench) -> Result:
         "slots."
     )
     return result
-
-
-@contextmanager
-def redis_url() -> Iterator[str]:
-    with private_redis(config=REDIS_CONFIG) as redis:
-        yield redis.url
 
 
 def _countdowns(kind: str, count: int, longest: int) -> list[float]:

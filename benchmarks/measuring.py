@@ -5,21 +5,24 @@ from __future__ import annotations
 import gc
 import os
 import platform
+import random
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from time import monotonic, sleep
-from typing import Any, Literal
+from time import monotonic, perf_counter, process_time, sleep
+from typing import Any, Literal, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from celery_native_delay.testing import PrivateRabbitMQ, vhost_name
+from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis, private_redis, vhost_name
+
+T = TypeVar("T")
 
 REFRESH_SECONDS = 0.25
 
@@ -164,6 +167,12 @@ class Bench:
             self.broker.delete_vhost(vhost_name(url))
 
     @contextmanager
+    def redis(self) -> Iterator[PrivateRedis]:
+        """Run a Redis that makes neither snapshots nor rewrites; end it after the block."""
+        with private_redis(config=REDIS_CONFIG + "auto-aof-rewrite-percentage 0") as redis:
+            yield redis
+
+    @contextmanager
     def progress(self, description: str, total: float) -> Iterator[Callable[[float], None]]:
         """Show progress up to *total*, and yield a function to report how much is done."""
         task = self._progress.add_task(description, total=round(total))
@@ -198,6 +207,56 @@ class Bench:
                 done(reached)
                 sleep(every_seconds)
         return reached
+
+
+# ---- what alternates ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Block:
+    """Calls in a row: the seconds of each, and this process's CPU seconds for one of them."""
+
+    seconds: list[float]
+    cpu_seconds: float
+
+
+def block_of(call: Callable[[int], object], count: int) -> Block:
+    """Call *call* with 0, 1, … and measure each call."""
+    seconds = []
+    cpu = process_time()
+    for number in range(count):
+        began = perf_counter()
+        call(number)
+        seconds.append(perf_counter() - began)
+    return Block(seconds, (process_time() - cpu) / count)
+
+
+def seconds_of(blocks: Iterable[Block]) -> list[float]:
+    """Return the seconds of all calls of some blocks."""
+    return [seconds for block in blocks for seconds in block.seconds]
+
+
+def alternate(
+    bench: Bench, what: str, rounds: int, ways: Mapping[str, Callable[[], T]]
+) -> dict[str, list[T]]:
+    """Take each way once a round, in random order, because the machine's speed varies.
+
+    Returns:
+        What each way returned, by round. The first round warms up, and does not count.
+    """
+    found: dict[str, list[T]] = {way: [] for way in ways}
+    order = random.Random(1)
+    gc.disable()
+    try:
+        with bench.progress(what, rounds) as done:
+            for number in range(rounds + 1):
+                for way in order.sample(list(ways), len(ways)):
+                    gc.collect()
+                    found[way].append(ways[way]())
+                done(number)
+    finally:
+        gc.enable()
+    return {way: each[1:] for way, each in found.items()}
 
 
 # ---- the machine ---------------------------------------------------------------------------
@@ -266,13 +325,3 @@ def _family(pid: int) -> list[tuple[int, int]]:
 
 def log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Disable automatic garbage collection in the ``with`` block."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()

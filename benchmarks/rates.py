@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import partial
 from time import perf_counter_ns
 from typing import Any
@@ -12,15 +12,15 @@ import redis
 from celery import Celery
 from matplotlib.figure import Figure
 
-from benchmarks.apps import OTHER_TASK, TASK, declare_for, make_app, running_worker
+from benchmarks.apps import OTHER_TASK, TASK, running_worker, sending
 from benchmarks.charts import bars
 from benchmarks.measuring import Bench, Result, Target, median, percentile
 from celery_native_delay import Delay, Rate
 from celery_native_delay.bulk import bulk
 from celery_native_delay.rates.in_records import RecordedLines
-from celery_native_delay.rates.in_redis import RedisLines
 from celery_native_delay.rates.line import Asked
-from celery_native_delay.records.redis_keys import IndexKeys
+from celery_native_delay.records.redis import IndexKeys, RedisRecords
+from celery_native_delay.records.redis_link import RedisLink
 from celery_native_delay.store.sql import SqlStore
 from celery_native_delay.testing import PrivateRedis, private_redis
 
@@ -67,9 +67,10 @@ def row(result: Result, what: str, way: str, figure: float, unit: str, more: str
 def gate(bench: Bench, server: PrivateRedis, result: Result) -> None:
     pool = redis.ConnectionPool.from_url(server.url)
     connection = pool.make_connection()
+    link = RedisLink(pool, "Redis", timeout_seconds=1)
     store = SqlStore(f"sqlite:///{bench.folder}/rates.db", "bench", timeout_seconds=5)
     kept: dict[str, RecordedLines] = {
-        "Redis": RedisLines(pool, IndexKeys("bench"), server.url),
+        "Redis": RecordedLines(RedisRecords(link, IndexKeys("bench")), link.close),
         "SQLite": RecordedLines(store.state),
     }
     for where, lines in kept.items():
@@ -250,17 +251,6 @@ def others_per_second(
 
 def database(server: PrivateRedis, number: int) -> str:
     return f"redis://127.0.0.1:{server.port}/{number}"
-
-
-@contextmanager
-def sending(method: str, url: str) -> Iterator[Celery]:
-    app = make_app(method, url)
-    try:
-        if url.startswith("amqp"):
-            declare_for(method, app)
-        yield app
-    finally:
-        app.close()
 
 
 def send(app: Celery, task: str, count: int, *, first: int = 0) -> None:

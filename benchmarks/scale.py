@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -17,7 +16,6 @@ from benchmarks.apps import TASK, make_app, running_worker
 from benchmarks.charts import quartile_bars
 from benchmarks.measuring import (
     BROKER_OPTIONS,
-    REDIS_CONFIG,
     Bench,
     Result,
     Target,
@@ -27,7 +25,7 @@ from benchmarks.measuring import (
     resident_bytes,
 )
 from celery_native_delay.bulk import bulk
-from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis, private_redis
+from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis
 from tests.rabbitmqs import find_rabbitmq, private_rabbitmq
 
 SOONEST_SECONDS, LATEST_SECONDS = 6 * 3600, 30 * 86_400
@@ -95,7 +93,7 @@ TEN_MILLION = Scale(("4.3", 10_000_000), ("redis", 10_000_000))
 
 
 def measure(bench: Bench, name: str, count: int) -> Measured:
-    with _broker(name) as broker:
+    with _broker(bench, name) as broker:
         is_redis = isinstance(broker, PrivateRedis)
         label = str(broker.installation) if is_redis else f"RabbitMQ {broker.version}"
         url = broker.url if isinstance(broker, PrivateRedis) else broker.new_vhost()
@@ -128,18 +126,11 @@ def measure(bench: Bench, name: str, count: int) -> Measured:
     return found
 
 
-@contextmanager
-def _broker(name: str) -> Iterator[Broker]:
-    roomy = "\nvm_memory_high_watermark.absolute = 16GB"
-    broker: AbstractContextManager[Broker] = (
-        private_redis(config=REDIS_CONFIG + "auto-aof-rewrite-percentage 0")
-        if name == "redis"
-        else private_rabbitmq(
-            version=name, **BROKER_OPTIONS | {"config": BROKER_OPTIONS["config"] + roomy}
-        )
-    )
-    with broker as one:
-        yield one
+def _broker(bench: Bench, name: str) -> AbstractContextManager[Broker]:
+    if name == "redis":
+        return bench.redis()
+    config = BROKER_OPTIONS["config"] + "\nvm_memory_high_watermark.absolute = 16GB"
+    return private_rabbitmq(version=name, **BROKER_OPTIONS | {"config": config})
 
 
 def fill(bench: Bench, app: Any, count: int, what: str) -> None:

@@ -17,7 +17,6 @@ from matplotlib.figure import Figure
 from benchmarks.apps import REPOSITORY, TASK, Worker, environment_of, make_app, running_worker
 from benchmarks.charts import GREY, OURS, curves_on, figure
 from benchmarks.measuring import (
-    REDIS_CONFIG,
     Bench,
     Result,
     Target,
@@ -27,7 +26,6 @@ from benchmarks.measuring import (
     log,
 )
 from celery_native_delay import Delay
-from celery_native_delay.testing import private_redis
 
 ENTRIES = 1_000
 MINUTE = 60.0
@@ -74,7 +72,7 @@ def measured(
     what = f"schedules, {broker}, {when}, {method}"
     conf: dict[str, Any] = {"bench_entries": [count, when]}
     with ExitStack() as stack:
-        redis = stack.enter_context(private_redis(config=REDIS_CONFIG))
+        redis = stack.enter_context(bench.redis())
         url, brokers = redis.url, [redis.pid]
         if broker == "RabbitMQ":
             url = stack.enter_context(bench.vhost())

@@ -19,9 +19,8 @@ from pyspark.sql import functions as f
 
 from benchmarks.apps import QUEUE, REPOSITORY, TASK, declare_for, make_app
 from benchmarks.charts import quartile_bars
-from benchmarks.measuring import REDIS_CONFIG, Bench, Result, Target, median, quartiles
+from benchmarks.measuring import Bench, Result, Target, median, quartiles
 from celery_native_delay.spark import FanOut
-from celery_native_delay.testing import private_redis
 from tests.postgresql import private_postgresql
 
 ROUNDS = 3
@@ -64,9 +63,7 @@ def run(bench: Bench) -> Result:
             app = make_app(method, url)
             declare_for(method, app)
             app.close()
-        redis, redis_plain = (
-            stack.enter_context(private_redis(config=REDIS_CONFIG)).url for _ in range(2)
-        )
+        redis, redis_plain = (stack.enter_context(bench.redis()).url for _ in range(2))
         spark = _session(
             bench,
             BENCH_SPARK_URL=ours,

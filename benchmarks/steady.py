@@ -12,25 +12,19 @@ from matplotlib.figure import Figure
 
 from benchmarks.charts import INK, OTHERS, OURS, curves_on, figure
 from benchmarks.measuring import (
-    BROKER_OPTIONS,
     Bench,
     Result,
     Target,
     curve,
-    log,
     percentile,
 )
 from benchmarks.steady_run import ARGUMENT_BYTES, TICK_SECONDS, WINDOW, Delays, Load, SteadyRun
 from celery_native_delay import DelaySettings
-from celery_native_delay.testing import BrokerMissing
-from tests.rabbitmqs import private_rabbitmq
 
 SECONDS = 20
 """The number of seconds of sending. After that, the last messages become due."""
 ROUNDS = 3
 """The number of runs of a load with a target; the run with the median p99 counts."""
-REFERENCE = "4.3"
-ALSO = "3.10"
 
 RATES = range(2000, 10_001, 500)
 """The rates, in messages per second, that the search for the highest rate tries in order."""
@@ -38,11 +32,10 @@ SEARCH_SECONDS = 12
 LATE_MS = 250
 """The largest p99 of lateness, in milliseconds, at which a rate counts as reached."""
 
-DEFAULT = DelaySettings()
-BINARY = DelaySettings(fused_bits=0)
-
 SECOND = 8
 """The number of units of the default resolution in a second; delays are counted in these units."""
+IMMEDIATE, OURS_LABEL = "immediate", f"ours ({DelaySettings().fused_bits} fused)"
+
 RANDOM = Delays("16-63 s", (16 * SECOND, 63 * SECOND), SECOND, 25)
 MINUTES = Delays("1-10 min", (60 * SECOND, 600 * SECOND), SECOND, 5)
 FRACTIONS = Delays("0.5-16 s, any fraction", (4, 16 * SECOND), 0, 125)
@@ -50,18 +43,12 @@ SAME = Delays("all 60 s", (60 * SECOND, 60 * SECOND), SECOND, 25)
 
 
 def loads() -> Iterator[Load]:
-    fused = {bits: DelaySettings(fused_bits=bits) for bits in (7, 11, 31)}
-    ours = f"ours ({DEFAULT.fused_bits} fused)"
     for per_second in (3_000, 1_500):
-        yield Load("immediate", None, RANDOM, per_second, has_target=True)
-        yield Load(ours, DEFAULT, RANDOM, per_second, has_target=True)
-        yield Load("binary", BINARY, RANDOM, per_second)
-        yield Load(ours, DEFAULT, MINUTES, per_second)
-        if per_second == 3_000:
-            for bits, settings in fused.items():
-                yield Load(f"{bits} fused", settings, MINUTES, per_second)
-        yield Load(ours, DEFAULT, FRACTIONS, per_second)
-        yield Load(ours, DEFAULT, SAME, per_second, has_target=per_second == 1_500)
+        yield Load(IMMEDIATE, False, RANDOM, per_second, has_target=True)
+        yield Load(OURS_LABEL, True, RANDOM, per_second, has_target=True)
+        for delays in (MINUTES, FRACTIONS):
+            yield Load(OURS_LABEL, True, delays, per_second)
+        yield Load(OURS_LABEL, True, SAME, per_second, has_target=per_second == 1_500)
 
 
 def run(bench: Bench) -> Result:
@@ -95,19 +82,19 @@ def run(bench: Bench) -> Result:
         result.rows.append(run.row(bench))
         if load.per_second == 3_000:
             result.series[f"{load.label}, {load.delays.label}"] = curve(run.late_ms)
-    result.rows += [run.row(other) for other, run in _also(bench, seconds)]
-    highest = {}
-    for label, settings in (("immediate", None), ("ours", DEFAULT), ("binary", BINARY)):
-        highest[label] = _highest(bench, label, settings, result)
-    ours = f"ours ({DEFAULT.fused_bits} fused)"
+    highest = {label: _highest(bench, label) for label in (IMMEDIATE, OURS_LABEL)}
     nan = float("nan")
     result.targets = [
         Target(
-            "3,000/s, random delays: p99", late.get((ours, RANDOM.label, 3000), nan), "≤", 250, "ms"
+            "3,000/s, random delays: p99",
+            late.get((OURS_LABEL, RANDOM.label, 3000), nan),
+            "≤",
+            250,
+            "ms",
         ),
         Target(
             f"highest rate with p99 ≤ {LATE_MS} ms, ours : immediate",
-            highest["ours"] / highest["immediate"] if highest["immediate"] else nan,
+            highest[OURS_LABEL] / highest[IMMEDIATE] if highest[IMMEDIATE] else nan,
             "≥",
             0.7,
         ),
@@ -117,8 +104,7 @@ def run(bench: Bench) -> Result:
     result.notes += [
         (
             f"Highest rate with p99 ≤ {LATE_MS} ms and the publisher keeping up, in steps of "
-            f"{RATES.step}/s: immediate {highest['immediate']:,}/s, ours {highest['ours']:,}/s, "
-            f"binary {highest['binary']:,}/s."
+            f"{RATES.step}/s: immediate {highest[IMMEDIATE]:,}/s, ours {highest[OURS_LABEL]:,}/s."
         ),
         "Publisher, consumer and broker share the machine's cores.",
         (
@@ -131,24 +117,11 @@ def run(bench: Bench) -> Result:
     return result
 
 
-def _also(bench: Bench, seconds: int) -> Iterator[tuple[Bench, SteadyRun]]:
-    """Yield a few of the loads on the system's RabbitMQ, if it is installed."""
-    if not bench.broker.version.startswith(REFERENCE) or bench.scale < 0.5:
-        return
-    try:
-        with private_rabbitmq(version=ALSO, **BROKER_OPTIONS) as broker:
-            other = Bench(broker, bench.scale, bench.folder)
-            for label, settings in (("immediate", None), ("ours", DEFAULT), ("binary", BINARY)):
-                yield other, SteadyRun(other, Load(label, settings, RANDOM, 1_500), seconds)
-    except BrokerMissing as exc:
-        log(str(exc))
-
-
-def _highest(bench: Bench, label: str, settings: DelaySettings | None, result: Result) -> int:
+def _highest(bench: Bench, label: str) -> int:
     """Return the highest rate of RATES that passes; the search ends after two failures in a row."""
     best = failed = 0
     for per_second in RATES if bench.scale >= 0.5 else RATES[:1]:
-        run = SteadyRun(bench, Load(label, settings, RANDOM, per_second), SEARCH_SECONDS)
+        run = SteadyRun(bench, Load(label, label != IMMEDIATE, RANDOM, per_second), SEARCH_SECONDS)
         if run.keeps_up and percentile(run.late_ms, 99) <= LATE_MS:
             best, failed = per_second, 0
         else:
@@ -159,12 +132,10 @@ def _highest(bench: Bench, label: str, settings: DelaySettings | None, result: R
 
 
 def draw(result: Result) -> Figure:
-    ours = f"ours ({DEFAULT.fused_bits} fused)"
     lines = {
-        f"immediate, {RANDOM.label}": ("immediate", INK),
-        f"{ours}, {RANDOM.label}": ("ours", OURS),
-        f"{ours}, {SAME.label}": ("ours, all the same", OTHERS[3]),
-        f"binary, {RANDOM.label}": ("binary", OTHERS[0]),
+        f"{IMMEDIATE}, {RANDOM.label}": ("immediate", INK),
+        f"{OURS_LABEL}, {RANDOM.label}": ("ours", OURS),
+        f"{OURS_LABEL}, {SAME.label}": ("ours, all the same", OTHERS[3]),
     }
     picture, (axes,) = figure("Lateness at 3,000 messages per second")
     curves_on(

@@ -68,12 +68,10 @@ class Delays:
 
 @dataclass(frozen=True)
 class Load:
-    """One load: a publish rate and a set of delay levels; *settings* are None for immediate
-    messages.
-    """
+    """One load: a publish rate, and the delays of its messages unless they are immediate."""
 
     label: str
-    settings: DelaySettings | None
+    is_delayed: bool
     delays: Delays
     per_second: int
     has_target: bool = False
@@ -81,9 +79,9 @@ class Load:
     @property
     def mean_hops(self) -> float:
         """The mean number of level queues that a message passes."""
-        if self.settings is None:
+        if not self.is_delayed:
             return 0.0
-        topology = Topology(self.settings)
+        topology = Topology(DelaySettings())
         shortest, longest = self.delays.units
         every = range(shortest, longest + 1, self.delays.step or 1)
         return sum(len(topology.path(units)) for units in every) / len(every)
@@ -153,11 +151,11 @@ class SteadyRun:
 
     def row(self, bench: Bench) -> dict[str, Any]:
         load = self.load
-        queues = 0 if load.settings is None else len(Topology(load.settings).level_queues)
+        queues = len(Topology(DelaySettings()).level_queues) if load.is_delayed else 0
         return {
             "RabbitMQ": bench.broker.version,
             "asked/s": load.per_second,
-            "delays": load.delays.label if load.settings else "none",
+            "delays": load.delays.label if load.is_delayed else "none",
             "levels": load.label,
             "level queues": queues,
             "hops": load.mean_hops,
@@ -184,17 +182,12 @@ class SteadyRun:
 
 def _publish(pipe: Pipe, url: str, load: Load, total: int) -> None:
     """Send *total* delayed tasks at the load's rate."""
-    if load.settings is None:
+    if not load.is_delayed:
         _publish_immediate(pipe, url, load.per_second, total)
         return
     draw = random.Random(1)
     padding = "." * ARGUMENT_BYTES
-    app = make_app(
-        "ours",
-        url,
-        fused_bits=load.settings.fused_bits,
-        resolution=load.delays.resolution_ms / 1000,
-    )
+    app = make_app("ours", url, resolution=load.delays.resolution_ms / 1000)
     declare_for("ours", app)
     with bulk(app, window=WINDOW) as batch:
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import gc
-import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
+from functools import partial
 from time import perf_counter, time
 from typing import Any
 
@@ -16,23 +15,24 @@ from celery import Celery
 from kombu import Consumer
 from matplotlib.figure import Figure
 
-from benchmarks.apps import QUEUE, REPOSITORY, TASK, declare_for, environment_of, make_app
+from benchmarks.apps import QUEUE, REPOSITORY, TASK, environment_of, sending
 from benchmarks.charts import quartile_bars
 from benchmarks.measuring import (
-    REDIS_CONFIG,
     Bench,
+    Block,
     Result,
     Target,
+    alternate,
+    block_of,
     lateness_columns,
     median,
     percentile,
     percentile_columns,
     quartiles,
-    quiet,
+    seconds_of,
 )
 from celery_native_delay.bulk import bulk
 from celery_native_delay.store.dispatcher import Dispatcher
-from celery_native_delay.testing import private_redis
 from tests.postgresql import private_postgresql
 
 ROUNDS = 40
@@ -50,7 +50,7 @@ IMMEDIATE = "RabbitMQ, not delayed"
 
 def run(bench: Bench) -> Result:
     with ExitStack() as stack:
-        redis = stack.enter_context(private_redis(config=REDIS_CONFIG))
+        redis = stack.enter_context(bench.redis())
         postgresql = stack.enter_context(private_postgresql())
         stores = {
             "Redis": redis.url,
@@ -117,53 +117,34 @@ def _lateness(late_ms: list[float]) -> dict[str, float]:
 
 
 @contextmanager
-def an_app(bench: Bench, url: str | None) -> Iterator[Celery]:
-    """An app on a virtual host of its own, whose tasks wait in the store at *url* if there is one.
-
-    Its publishes are confirmed.
-    """
-    with bench.vhost() as vhost:
-        settings = {} if url is None else {"store": url}
-        app = make_app("ours", vhost, confirm=True, **settings)
-        declare_for("ours", app)
+def an_app(bench: Bench, **settings: Any) -> Iterator[Celery]:
+    """An app on a virtual host of its own, whose publishes are confirmed."""
+    with bench.vhost() as vhost, sending("ours", vhost, confirm=True, **settings) as app:
         yield app
-        app.close()
 
 
 def publishes(bench: Bench, stores: dict[str, str]) -> dict[str, list[float]]:
     """Return the seconds of each publish, by where the task waits."""
-    rounds = bench.count(ROUNDS, at_least=3)
     with ExitStack() as stack:
-        broker = stack.enter_context(an_app(bench, None)).tasks[TASK].apply_async
-        ways: dict[str, tuple[Callable[..., object], dict[str, float]]] = {
-            IMMEDIATE: (broker, {}),
-            BROKER: (broker, {"countdown": FAR_SECONDS}),
-        }
-        for place, url in stores.items():
-            app = stack.enter_context(an_app(bench, url))
-            ways[place] = app.tasks[TASK].apply_async, {"countdown": FAR_SECONDS}
-        for send, options in ways.values():
-            for index in range(BLOCK):
-                send((index,), **options)
-        seconds: dict[str, list[float]] = {way: [] for way in ways}
-        order = random.Random(6)
-        with quiet(), bench.progress("store, publish", rounds) as done:
-            for number in range(rounds):
-                for way, (send, options) in order.sample(list(ways.items()), len(ways)):
-                    gc.collect()
-                    for index in range(BLOCK):
-                        started = perf_counter()
-                        send((index,), **options)
-                        seconds[way].append(perf_counter() - started)
-                done(number + 1)
-    return seconds
+        broker = stack.enter_context(an_app(bench))
+        apps = {place: stack.enter_context(an_app(bench, store=at)) for place, at in stores.items()}
+
+        def block(app: Celery, countdown: int | None = FAR_SECONDS) -> Callable[[], Block]:
+            send = app.tasks[TASK].apply_async
+            return partial(block_of, lambda index: send((index,), countdown=countdown), BLOCK)
+
+        ways = {IMMEDIATE: block(broker, None), BROKER: block(broker)}
+        ways |= {place: block(app) for place, app in apps.items()}
+        rounds = bench.count(ROUNDS, at_least=3)
+        found = alternate(bench, "store, publish", rounds, ways)
+    return {way: seconds_of(blocks) for way, blocks in found.items()}
 
 
 def dispatch_rates(bench: Bench, url: str) -> list[float]:
     """Return the rate of each round in which one dispatcher publishes due tasks to RabbitMQ."""
     rounds, rates = bench.count(10, at_least=2), []
     count = bench.count(DISPATCHED, at_least=200)
-    with an_app(bench, url) as app, app.connection_for_write() as connection:
+    with an_app(bench, store=url) as app, app.connection_for_write() as connection:
         channel = connection.default_channel
         dispatcher = Dispatcher(
             channel.needed_store, lambda: channel.publisher_of(app.connection_for_write())
@@ -193,7 +174,7 @@ def lateness(bench: Bench, url: str) -> list[float]:
         late_ms.append((time() - eta) * 1000)
         message.ack()
 
-    with an_app(bench, url) as app:
+    with an_app(bench, store=url) as app:
         conf = {"native_delay_store": url}
         environment = environment_of("ours", str(app.conf.broker_url), conf)
         command = ["-m", "celery", "-A", "benchmarks.worker_app", "delay", "promote"]

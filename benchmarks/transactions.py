@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import gc
-import random
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from time import perf_counter
 from typing import Any
 
 from matplotlib.figure import Figure
 from sqlalchemy import Connection, create_engine, insert
 
-from benchmarks.apps import TASK, declare_for, make_app
+from benchmarks.apps import TASK, sending
 from benchmarks.charts import quartile_bars
 from benchmarks.measuring import (
     Bench,
+    Block,
     Result,
     Target,
+    alternate,
+    block_of,
     median,
     percentile_columns,
     quartiles,
-    quiet,
+    seconds_of,
 )
 from celery_native_delay import in_transaction
 from celery_native_delay.store.sql_table import TASKS
@@ -46,9 +48,7 @@ def run(bench: Bench) -> Result:
     with ExitStack() as stack:
         postgresql = stack.enter_context(private_postgresql())
         url, vhost = postgresql.new_database(), stack.enter_context(bench.vhost())
-        app = make_app("ours", vhost, confirm=True, store=url)
-        stack.callback(app.close)
-        declare_for("ours", app)
+        app = stack.enter_context(sending("ours", vhost, confirm=True, store=url))
         engine = create_engine(url)
         stack.callback(engine.dispose)
         sent = costs(bench, app, engine)
@@ -110,26 +110,15 @@ def costs(bench: Bench, app: Any, engine: Any) -> dict[str, list[float]]:
         IMMEDIATE: lambda connection, number: send((number,)),
     }
     rounds = bench.count(ROUNDS, at_least=3)
-    seconds: dict[str, list[float]] = {way: [] for way in ways}
-    order = random.Random(7)
-    with quiet(), bench.progress("transactions, send", rounds) as done:
-        for number in range(-1, rounds):  # the first one warms up
-            for way, call in order.sample(list(ways.items()), len(ways)):
-                gc.collect()
-                block = block_of(app, engine, call)
-                seconds[way] += block if number >= 0 else []
-            done(number + 1)
-    return seconds
+    blocks = {way: partial(rolled_back, app, engine, call) for way, call in ways.items()}
+    found = alternate(bench, "transactions, send", rounds, blocks)
+    return {way: seconds_of(each) for way, each in found.items()}
 
 
-def block_of(app: Any, engine: Any, call: Callable[[Connection, int], object]) -> list[float]:
-    """Return the seconds of each call in one transaction, which is rolled back."""
-    block = []
+def rolled_back(app: Any, engine: Any, call: Callable[[Connection, int], object]) -> Block:
+    """Measure calls in one transaction, which is rolled back."""
     with engine.connect() as connection, in_transaction(app, connection):
-        for number in range(BLOCK):
-            started = perf_counter()
-            call(connection, number)
-            block.append(perf_counter() - started)
+        block = block_of(partial(call, connection), BLOCK)
         connection.rollback()
     return block
 
@@ -150,22 +139,20 @@ def committed_count(bench: Bench) -> int:
 
 def commits(bench: Bench, app: Any, engine: Any) -> list[float]:
     """Return the seconds of each commit with the publish of its tasks."""
-    count, seconds = committed_count(bench), []
+
+    def commit() -> float:
+        with engine.connect() as connection:
+            with in_transaction(app, connection):
+                for index in range(committed_count(bench)):
+                    app.tasks[TASK].apply_async((index,))
+                started = perf_counter()
+                connection.commit()
+            took = perf_counter() - started
+            assert not connection.execute(TASKS.select()).all()
+        return took
+
     rounds = bench.count(10, at_least=2)
-    with quiet(), bench.progress("transactions, commit", rounds) as done:
-        for number in range(-1, rounds):  # the first one warms up
-            with engine.connect() as connection:
-                with in_transaction(app, connection):
-                    for index in range(count):
-                        app.tasks[TASK].apply_async((index,))
-                    started = perf_counter()
-                    connection.commit()
-                took = perf_counter() - started
-                assert not connection.execute(TASKS.select()).all()
-            if number >= 0:
-                seconds.append(took)
-            done(number + 1)
-    return seconds
+    return alternate(bench, "transactions, commit", rounds, {"commit": commit})["commit"]
 
 
 def draw(result: Result) -> Figure:

@@ -51,6 +51,11 @@ def eta_of(due_us: int) -> str:
     return (_EPOCH + due_us * _MICROSECOND).isoformat()
 
 
+def told(due_us: int) -> str:
+    """Convert microseconds since the epoch to ISO 8601 with milliseconds, for people."""
+    return (_EPOCH + due_us * _MICROSECOND).isoformat(timespec="milliseconds")
+
+
 def milliseconds_up(microseconds: int) -> int:
     """Convert microseconds to milliseconds, rounded up, so that no task runs too early."""
     return -(-microseconds // 1000)

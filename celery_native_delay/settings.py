@@ -50,16 +50,6 @@ _PREFIX = "native_delay_"
 #: Days that a worker remembers a success of a task that is *once*.
 ONCE_DAYS = 7.0
 
-#: What to write instead of a setting of an earlier version.
-_FORMER = {
-    "confirm_publish": "every delayed publish waits for its confirm",
-    "confirm_timeout_seconds": "pass confirm_timeout=SECONDS to apply_async, which is 30 without",
-    "landing_exchanges": "name the exchanges in native_delay_landing",
-    "landing_queues": "name the queues in native_delay_landing",
-    "once_days": 'give native_delay_once the days, such as {"billing.*": 30}',
-    "schedules_version": 'give native_delay_schedules the release, such as "2026-11-23"',
-}
-
 _NAMESPACE = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 _NAMESPACE_BYTES = 64
 
@@ -122,8 +112,8 @@ class DelaySettings:
     name with ``*``, for any characters, means only queues. Default: none."""
     management_url: str | None = None
     """URL of RabbitMQ's management API, ``http://user:password@host:15672``. Only ``doctor``,
-    ``verify``, ``status`` and a worker's check of policies read this API. Default: None, which
-    means the broker's host, user and password, and port 15672."""
+    ``status`` and a worker's check of policies read this API. Default: None, which means the
+    broker's host, user and password, and port 15672."""
 
     store: str | None = None
     """URL of a Redis, such as ``redis://host/1``, or SQLAlchemy URL of a database, such as
@@ -242,7 +232,15 @@ class DelaySettings:
 
         Raises SettingsError if a name is unknown or a value is invalid.
         """
-        check_settings(values)
+        for name in values:
+            bare = name.removeprefix(_PREFIX)
+            if bare != name and bare in _names():
+                raise SettingsError(f"expected settings without their prefix here, got {name}")
+            if name not in _names():
+                close = get_close_matches(bare, setting_names(), n=1)
+                known = ", ".join(f"{_PREFIX}{name}" for name in setting_names())
+                hint = f"did you mean native_delay_{close[0]}?" if close else f"known: {known}"
+                raise SettingsError(f"unknown setting native_delay_{bare}; {hint}")
         return cls(**values)
 
 
@@ -277,25 +275,6 @@ class InstallKeywords(TypedDict, total=False):
     keys: Mapping[str, DeclaredKey]
     schedules: bool | int | str
     schedules_catch_up: Literal["one", "none", "all"]
-
-
-def check_settings(values: Mapping[str, Any]) -> None:
-    """Check the name and the value of each setting. Raises SettingsError."""
-    for name, value in values.items():
-        bare = name.removeprefix(_PREFIX)
-        if bare != name and bare in _names():
-            shown = repr(value) if isinstance(value, int | float) else "…"  # may hold a password
-            raise SettingsError(
-                f"expected settings without their prefix here, got {name}: write {bare}={shown}"
-            )
-        if bare in _FORMER:
-            raise SettingsError(f"there is no setting native_delay_{bare}: {_FORMER[bare]}")
-        if name not in _names():
-            close = get_close_matches(bare, setting_names(), n=1)
-            known = ", ".join(f"{_PREFIX}{name}" for name in setting_names())
-            hint = f"did you mean native_delay_{close[0]}?" if close else f"known: {known}"
-            raise SettingsError(f"unknown setting native_delay_{bare}; {hint}")
-        _check(name, _normal(name, value))
 
 
 def setting_names() -> list[str]:

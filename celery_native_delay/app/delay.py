@@ -21,14 +21,13 @@ from ..errors import (
     DelayTooLong,
     InvalidDueTime,
     InvalidQuery,
-    NativeDelayError,
     SettingsError,
     StoreUnavailable,
 )
 from ..keyed.record import name_of as name_of_key
 from ..keyed.rules import is_far, keep
 from ..now import time_ns
-from ..rates.line import Asked, Line, RateLine, name_of, places_in
+from ..rates.line import Asked, Line, RateLine, places_in
 from ..rates.rate import Rate, key_text
 from ..records import waiting
 from ..records.interface import TRIES
@@ -50,7 +49,6 @@ from .holds import HoldCalls, Progress
 from .installation import ask_broker, checked_app, installed
 from .keyed import KeyedCalls, KeyKind, revoke_result
 from .schedules import Schedules
-from .story import story
 from .updating import edit_of
 
 T = TypeVar("T")
@@ -111,24 +109,12 @@ class Delay(HoldCalls, KeyedCalls):
         _check_count("limit", limit, least=0)
         _check_count("offset", offset, least=0)
         query = _query(search)
-        page = self._ask(lambda found: found.page(query, offset=offset, limit=limit))
-        return WaitingPage(tuple(self._with_holds(page.tasks)), page.total)
+        return self._ask(lambda found: found.page(query, offset=offset, limit=limit))
 
     def show(self, task_id: TaskId) -> list[Waiting]:
         """Return the waiting messages of a task: usually one, none if the task is not waiting."""
         one = _id_of(task_id)
-        return self._with_holds(self._ask(lambda found: found.get(one)))
-
-    def story(self, task_id: TaskId) -> list[str]:
-        """Describe a task in sentences: where it is, and why it waits.
-
-        For a task that is not waiting: the worker that has it, its result, or where it may be. This
-        asks all workers, which takes a second.
-        """
-        one = _id_of(task_id)
-        tasks, taken = self._ask(lambda found: (found.get(one), bool(found.taken([one]))))
-        lines = self.rates(limit=_MOST_LINES) if any(task.place for task in tasks) else []
-        return story(self._app, one, self._with_holds(tasks), lines=lines, taken=taken)
+        return self._ask(lambda found: list(found.get(one)))
 
     def ids(self, search: str | Query = "", *, limit: int | None = None) -> list[str]:
         """Return up to *limit* ids (None: all) of tasks that match *search*, earliest first."""
@@ -258,19 +244,6 @@ class Delay(HoldCalls, KeyedCalls):
         }
 
         return sum(map(bool, self._move(due, lambda task: _or_now(due[task.id])))) if due else 0
-
-    def _with_holds(self, tasks: Sequence[Waiting]) -> list[Waiting]:
-        """Return *tasks*; if ``RetryAfter`` delays a task, its due time is the pause's end."""
-        until_us: dict[str, int] = {}
-        if any(task.place for task in tasks):
-            with suppress(NativeDelayError):  # then show the due times of the messages
-                for line in self.rates(limit=_MOST_LINES):
-                    until_us[name_of(line.task, line.key)] = line.held_until_us or 0
-        return [
-            replace(task, due_us=max(task.due_us, *(until_us.get(line, 0) for line in lines), 0))
-            for task in tasks
-            for lines in [places_in(task.place)]
-        ]
 
     # --- changing ------------------------------------------------------------------------
 
@@ -402,8 +375,6 @@ class Delay(HoldCalls, KeyedCalls):
         *,
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
-        priority: int | None = None,
-        queue: str | None = None,
         expires: float | datetime | None = None,
     ) -> Outcome:
         """Change a waiting task itself. Arguments that are None stay as they are.
@@ -415,17 +386,13 @@ class Delay(HoldCalls, KeyedCalls):
             task_id: as in :meth:`cancel`.
             args: all positional arguments.
             kwargs: all keyword arguments.
-            priority: the priority, from 0 to 255.
-            queue: the name of the queue, as in ``apply_async``.
             expires: seconds from now, or a time (UTC if it has no time zone).
 
         Raises:
             CannotDelay: the task cannot be changed so, for example because its arguments cannot be
                 encoded. The task stays as it was.
         """
-        edit = edit_of(
-            self._app, args=args, kwargs=kwargs, priority=priority, queue=queue, expires=expires
-        )
+        edit = edit_of(self._app, args, kwargs, expires)
         return self._move([_id_of(task_id)], lambda task: task.due_us, edit)[0]
 
     def run_now(self, task_id: TaskId) -> Outcome:

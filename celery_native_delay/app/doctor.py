@@ -1,13 +1,10 @@
-"""The checks of ``delay doctor``: broker, stored state of tasks, rate limits and telemetry."""
+"""The checks of ``delay doctor``: broker, stored state of tasks, rate limits and schedules."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from difflib import get_close_matches
-from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any
 
 from kombu.exceptions import OperationalError
@@ -30,9 +27,6 @@ from .broker import bounded_connection, unconnected
 from .delay import Delay
 from .installation import admin_part, installed
 from .schedules import Scheduled, Schedules
-
-#: Bytes that the check of the telemetry folder writes.
-_TRIED_BYTES = 65_536
 
 #: Seconds by which a schedule entry may be overdue. Workers check the entries every 30 s.
 _OVERDUE_SECONDS = 60
@@ -86,7 +80,6 @@ def examine(app: Any) -> list[Finding]:
         *_of_broker(app, settings),
         *_of_rated_names(app, settings),
         *_of_schedules(app, settings),
-        *_of_telemetry(settings),
     ]
     return list(dict.fromkeys(found))
 
@@ -113,17 +106,13 @@ def _found_on(
     try:
         connection.ensure_connection(max_retries=1, interval_start=0)
         part = admin_part(app, connection)
-        has_store, is_explained = True, False
-        for look in (part.verify, part.examine):
-            try:
-                found = look()
-            except NotPermitted as exc:
-                found = [] if is_explained else [_failed("broker", exc)]
-            except NativeDelayError as exc:
-                found = [_failed("broker", exc)]
-            has_store &= ("store", WRONG) not in [(each.check, each.level) for each in found]
-            is_explained |= any(each.check == "permissions" for each in found)
-            yield from found
+        has_store = True
+        try:
+            for each in part.examine():
+                has_store &= (each.check, each.level) != ("store", WRONG)
+                yield each
+        except NativeDelayError as exc:
+            yield _failed("broker", exc)
         if has_store:
             yield from _of_lines(connection, settings)
             yield from _of_holds(app)
@@ -247,18 +236,3 @@ def _of_left_out(entry: Scheduled) -> Iterator[Finding]:
     problem = f"{runs} of {entry.name} did not happen: {entry.left_out}"
     remedy = _WHY_LEFT_OUT.get(entry.left_out, "correct it, and deploy all workers")
     yield Finding("schedules", WRONG, problem, remedy)
-
-
-def _of_telemetry(settings: DelaySettings) -> Iterator[Finding]:
-    if settings.telemetry is None:
-        return
-    folder = Path(settings.telemetry).absolute()
-    try:
-        with TemporaryFile(dir=folder, prefix=".trial-") as trial:
-            trial.write(bytes(_TRIED_BYTES))
-            trial.flush()
-            os.fsync(trial.fileno())
-    except OSError as exc:
-        problem = f"cannot write to {folder} on this machine: {exc.strerror or exc}"
-        way_out = "create the folder for the workers' user, or run this where workers run"
-        yield Finding("telemetry", WRONG, problem, way_out)

@@ -8,16 +8,24 @@ from typing import Any, TypeVar, Unpack
 from weakref import WeakSet
 
 import celery.app.base
+from amqp.exceptions import AMQPError
 from celery import Celery, signals
 from celery.utils.imports import symbol_by_name
+from celery.utils.log import get_logger
 from kombu import pools
+from kombu.exceptions import KombuError
+from kombu.utils.functional import maybe_list
 
+from ..errors import NativeDelayError, NoStore, UnsupportedBroker
 from ..per_process import in_forked_children
-from ..settings import InstallKeywords, check_settings
+from ..settings import DelaySettings, InstallKeywords
 from ..transports.aliases import OPTION, register_transports
+from .delay import Delay
 from .installation import PREFIX, Installation, checked_app, installation_of, keep_celerys_own_off
 from .keyed import send_declared
 from .retrying import task_from_fun, teach_tasks
+
+logger = get_logger(__name__)
 
 App = TypeVar("App", bound=Celery)
 
@@ -46,7 +54,7 @@ def install(app: App, **settings: Unpack[InstallKeywords]) -> App:
         UnsupportedBroker: this release of Celery is not supported.
     """
     real = checked_app(app)
-    check_settings(settings)
+    DelaySettings.from_mapping(settings)
     register_transports()
     keep_celerys_own_off(celery.app.base)
     installation = installation_of(real)
@@ -97,6 +105,42 @@ def hook_again(sender: Any = None, **_: Any) -> None:
         _hook(installation)
 
 
+class RevokesWaiting:
+    """A mixin for the app's ``Control`` class: ``revoke`` also cancels waiting tasks.
+
+    ``app.control.revoke``, ``AsyncResult.revoke``, ``celery control revoke`` and Flower's button
+    all call ``broadcast``.
+    """
+
+    app: Any
+
+    def broadcast(self, command: str, *args: Any, **kwargs: Any) -> Any:
+        """Cancel each revoked task that is waiting, then broadcast the command to the workers.
+
+        The only exception: a ``revoke`` with *destination* or *pattern* cancels no waiting task.
+        """
+        # The arguments are handed on as they came: the user's class may take less by position.
+        given = dict(zip(("arguments", "destination"), args, strict=False)) | kwargs
+        everywhere = given.get("destination") is None and given.get("pattern") is None
+        if command in ("revoke", "terminate") and everywhere:
+            self._cancel_waiting((given.get("arguments") or {}).get("task_id"))
+        return super().broadcast(command, *args, **kwargs)  # type: ignore[misc]
+
+    def _cancel_waiting(self, task_ids: Any) -> None:
+        ids = [str(each) for each in maybe_list(task_ids) or () if each]
+        installation = installation_of(self.app)
+        if not ids or installation is None or not installation.enabled:
+            return
+        try:
+            Delay(self.app).cancel_all(ids)
+        except (NoStore, UnsupportedBroker):
+            return  # as Celery without this package
+        except (NativeDelayError, KombuError, AMQPError, OSError) as exc:
+            logger.warning(
+                "native delay: revoked in workers only, waiting tasks are not cancelled: %s", exc
+            )
+
+
 @dataclass(frozen=True)
 class ControlOf:
     """Makes the app's ``Control``, with a ``revoke`` that also cancels waiting tasks. Picklable."""
@@ -104,8 +148,6 @@ class ControlOf:
     original: Any
 
     def __call__(self, app: Any) -> Any:
-        from .control import RevokesWaiting
-
         control = symbol_by_name(self.original)
         return type(control.__name__, (RevokesWaiting, control), {})(app=app)
 

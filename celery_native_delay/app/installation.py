@@ -70,7 +70,6 @@ class Installation:
         #: The ``send_task`` that the app object had before ``install``; None if only its class had.
         self.earlier_send_task = vars(app).get("send_task")
         self._earlier_task_from_fun = vars(app).get("_task_from_fun")
-        self._amqp: Any = None
         self._connected_delays: bool | None = None
         #: True if tasks can go into the store while the broker is away; None before a connection.
         self._writes_alone: bool | None = None
@@ -159,10 +158,6 @@ class Installation:
             settings = self._settings_or_error()
             known = settings if isinstance(settings, DelaySettings) else DelaySettings()
             check_countdown(countdown, longest_delay_seconds=known.longest_delay_seconds)
-        if self._amqp is not self.app.amqp:
-            self._amqp = self.app.amqp
-            if self.app.conf.task_protocol == 1:
-                _give_eta_header(self._amqp)
         send_task = self.earlier_send_task or partial(type(self.app).send_task, self.app)
         try:
             with outside_transaction() if _is_retry(options) else nullcontext():
@@ -352,23 +347,6 @@ def _configured(app: Celery) -> dict[str, Any]:
             if name.startswith(PREFIX):
                 found[name.removeprefix(PREFIX)] = mapping[key]
     return found
-
-
-def _give_eta_header(amqp: Any) -> None:
-    """Add a header with the ETA to all messages of task protocol 1."""
-    original = amqp.task_protocols[1]
-    if hasattr(original, "native_delay_original"):
-        return
-
-    def as_task_v1(*args: Any, **kwargs: Any) -> Any:
-        message = original(*args, **kwargs)
-        if message.body.get("eta"):
-            message.headers["eta"] = message.body["eta"]
-        return message
-
-    as_task_v1.native_delay_original = original  # type: ignore[attr-defined]
-    amqp.task_protocols[1] = as_task_v1
-    vars(amqp).pop("create_task_message", None)
 
 
 def keep_celerys_own_off(module: ModuleType) -> None:

@@ -1,4 +1,4 @@
-"""Moves waiting messages, one by one, from one broker or database to another.
+"""Moves waiting messages, one by one, to another broker or database, or back to plain Celery.
 
 Steps for each message:
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from secrets import token_hex
@@ -25,21 +25,32 @@ from kombu import Connection
 from kombu.exceptions import OperationalError
 from kombu.utils.limits import TokenBucket
 
-from ..errors import CannotDelay, DelayTooLong, NativeDelayError, UnsupportedBroker
+from ..errors import (
+    CannotDelay,
+    DelayTooLong,
+    NativeDelayError,
+    NoStore,
+    SettingsError,
+    UnsupportedBroker,
+)
 from ..keyed import rules
 from ..keyed.record import HEADER, Mark, Record
 from ..keyed.records import publish_under
 from ..keyed.rules import Step
+from ..records.cancelled import was_cancelled
+from ..records.interface import Records
 from ..records.publishing import NotPublished
 from ..records.waiting import HELD, PLACE
-from ..settings import DelaySettings, is_store_url
+from ..schedules.state import occurrence_of
+from ..settings import DRAIN, DelaySettings, is_store_url
 from ..store.interface import Store
 from ..store.opened import store_of
 from ..transports.aliases import OPTION, option_of, url_errors_explained
-from ..transports.moving import HELD_STAYS, Moving, MovingPart, Reach, Source, Stays, Void
+from ..transports.moving import HELD_STAYS, Found, Moving, MovingPart, Source, Stays, Void
 from ..transports.virtual.moving import StoreSource
 from ..urls import is_redis_url, without_password
 from .installation import delaying_channel
+from .schedules import Schedules
 
 #: The name of the app's own store, for tasks of other virtual hosts.
 _STORE = "store"
@@ -217,16 +228,6 @@ def _move_one(
 # ---- places ------------------------------------------------------------------------------------
 
 
-def reaches_of(app: Any) -> list[Reach]:
-    """Return the bindings of the app's queues."""
-    return [
-        Reach(each.exchange.name, each.exchange.type, each.routing_key or "", queue.name)
-        for queue in app.amqp.queues.values()
-        for each in (queue.bindings or (queue,))
-        if each.exchange is not None
-    ]
-
-
 @contextmanager
 def moving(
     app: Any, connection: Any, names: Sequence[str], vhost: str | None = None
@@ -234,7 +235,7 @@ def moving(
     """Yield the destination (the app's broker) and the sources, for a ``with`` block.
 
     Each name in *names* is the URL of another broker or of a store, or a name that
-    ``delay migrate --from`` accepts, such as ``celery``. *vhost* is the virtual host whose tasks
+    ``delay migrate --from`` accepts, such as ``broker``. *vhost* is the virtual host whose tasks
     are taken out of a store; by default that of the app's broker.
 
     Raises:
@@ -242,7 +243,6 @@ def moving(
     """
     channel, settings = delaying_channel(app, connection)
     part = _part_of(channel, settings, connection.as_uri())
-    reaches = reaches_of(app)
     theirs = replace(settings, store=None, store_tasks=("*",))
     with ExitStack() as stack:
         sources = []
@@ -251,14 +251,14 @@ def moving(
                 found, reason = _stored(name, channel, settings, vhost)
                 if not found and is_redis_url(name):  # a Redis may also be another broker
                     other = stack.enter_context(_other_part(name, theirs, connection))
-                    found = other.sources(None, reaches)
+                    found = other.sources(None)
                 if reason and not any(source.count() for source in found):
                     raise UnsupportedBroker(reason)
             elif "://" in name:
                 other = stack.enter_context(_other_part(name, theirs, connection))
-                found = other.sources(None, reaches)
+                found = other.sources(None)
             else:
-                found = part.sources(name, reaches)
+                found = part.sources(name)
             sources += [stack.enter_context(closing(source)) for source in found]
         yield part, sources
 
@@ -282,7 +282,7 @@ def _stored(
         told = ", ".join(f"{source.count()} of {each!r}" for each, source in full.items())
         reason = f"expected --vhost: {here.where} holds tasks of other virtual hosts only: {told}"
     elif not found and vhost is None and _is_same(here, own):
-        reason = f"{here.where} is the app's own store: use --from broker or celery"
+        reason = f"{here.where} is the app's own store: use --from broker"
     return found, reason
 
 
@@ -305,9 +305,7 @@ def _other_part(url: str, settings: DelaySettings, own: Any) -> Iterator[MovingP
         if (connection.hostname, connection.port) != (own.hostname, own.port):
             settings = replace(settings, management_url=None)
         if connection.as_uri() == own.as_uri():
-            raise UnsupportedBroker(
-                f"{shown} is the app's own broker: use --from celery or --from namespace:NAME"
-            )
+            raise UnsupportedBroker(f"{shown} is the app's own broker: use --from namespace:NAME")
         try:
             connection.ensure_connection(max_retries=1)
         except OperationalError as exc:
@@ -328,3 +326,70 @@ def _part_of(channel: Any, settings: DelaySettings, shown: str) -> MovingPart:
         )
     part: MovingPart = channel.moving_part(settings)
     return part
+
+
+# ---- back to plain Celery ----------------------------------------------------------------------
+
+
+class Leaving(Source):
+    """Waiting tasks of a draining app, as plain ETA tasks."""
+
+    #: A plain task has no key.
+    keeps_keys = True
+
+    def __init__(self, source: Source, state: Records | None) -> None:
+        self._source = source
+        self._state = state
+        self.name = source.name
+
+    def count(self) -> int:
+        return self._source.count()
+
+    def found(self) -> Iterator[Found]:
+        """Yield the tasks; cancelled tasks and occurrences of schedule entries are void."""
+        for found in self._source.found():
+            match found:
+                case Moving() if self._is_cancelled(found):
+                    yield Void()
+                case Moving() if occurrence_of(found.headers) is not None:
+                    yield Void()  # celery beat sends it
+                case _:
+                    yield found
+
+    def _is_cancelled(self, moving: Moving) -> bool:
+        if moving.delayed.cancelled or self._state is None or moving.task_id is None:
+            return moving.delayed.cancelled
+        return was_cancelled(self._state, moving.task_id)
+
+    def done(self) -> bool:
+        return self._source.done()
+
+    def close(self) -> None:
+        self._source.close()
+
+
+def leaving(app: Any, connection: Any) -> tuple[MovingPart | None, Sequence[Source]]:
+    """Remove the schedule entries; return what moves the waiting tasks, and the waiting tasks.
+
+    The result is (None, ()) if messages of this broker cannot be moved: SQS, pgmq without a store.
+
+    Raises:
+        SettingsError: the app does not drain, so that new tasks would wait.
+    """
+    channel, settings = delaying_channel(app, connection)
+    if not settings.drains:
+        raise SettingsError(
+            f'expected native_delay_enabled = "{DRAIN}", got {settings.enabled!r}: set it in '
+            f"workers and producers, and deploy them, so that no new task waits"
+        )
+    with suppress(NoStore):
+        Schedules(app).remove_all()
+    if not hasattr(channel, "moving_part"):
+        return None, ()
+    part: MovingPart = channel.moving_part(settings)
+    sources: list[Source] = [] if channel.store is None else [StoreSource(channel.store)]
+    with suppress(UnsupportedBroker):
+        sources += part.own_sources()
+    state = channel.state_of_revoked()
+    found = [Leaving(source, state) for source in sources]
+    return (part, found) if found else (None, ())

@@ -76,7 +76,8 @@ def claim(app: Any, store: Store, task: Any) -> None:
     installation, request = installation_of(app), task.request
     settings = DelaySettings() if installation is None else installation.settings()
     name = RecordName("claim", storable(f"{task.name}:{request.id}:{request.retries}"))
-    if not store.state.claim(name, kept_us=round(settings.once_days(task.name) * DAY_US)):
+    state: Any = store.state  # of a database, where a transaction is
+    if not state.claim(name, kept_us=round(settings.once_days(task.name) * DAY_US)):
         raise Ignore("the task has run already, and it is once")
 
 

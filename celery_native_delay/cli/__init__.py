@@ -3,14 +3,11 @@
 from . import (  # noqa: F401  each registers its commands
     broker,
     holds,
-    migrate,
-    monitoring,
-    plan,
-    promote,
+    moving,
     rates,
     runs,
     schedules,
-    uninstall,
+    serving,
     waiting,
 )
 from .group import delay

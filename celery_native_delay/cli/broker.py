@@ -1,4 +1,4 @@
-"""The commands ``delay declare``, ``verify``, ``doctor``, ``status``, ``purge`` and ``parked``."""
+"""The commands ``delay declare``, ``doctor``, ``status``, ``purge`` and ``parked``."""
 
 from __future__ import annotations
 
@@ -39,36 +39,38 @@ def declare(ctx: click.Context, as_json: bool) -> None:
         show(part.declare(list(ctx.obj.app.amqp.queues.values())), as_json)
 
 
-@command(name="verify")
-@as_json_option
-def verify(ctx: click.Context, as_json: bool) -> None:
-    """Check that the broker is prepared for delays. If not, the exit status is 1.
-
-    The check needs no running worker. `delay doctor` also checks workers, the store and clocks.
-    """
-    with broker(ctx) as part:
-        name, found = part.name, part.verify()
-    _show_findings(ctx, found, as_json, well=f"{name}: as expected")
-
-
 @command(name="doctor")
 @as_json_option
 def doctor(ctx: click.Context, as_json: bool) -> None:
     """Check that delays work, and print a remedy for each problem.
 
-    The command makes all checks of `delay verify`. The command also checks workers, clocks, rate
-    limits, schedules, telemetry and native_delay_store. The command
-    finds overdue, parked and stuck messages: see `delay status`.
+    It checks queues and policies of the broker, native_delay_store, workers, clocks, rate limits
+    and schedules, and finds overdue, parked and stuck messages: see `delay status`.
 
     Each finding has a level: "wrong", "not checked" or "advice". The exit status is 1 if a finding
     has the level "wrong".
     """
     from ..app.doctor import examine
     from ..errors import SettingsError
+    from ..finding import ADVICE, UNCHECKED, WRONG
 
     with suppress(SettingsError):  # examine() reports this error as a finding
         installed_settings(ctx)
-    _show_findings(ctx, examine(ctx.obj.app), as_json, well="healthy")
+    levels = (WRONG, UNCHECKED, ADVICE)
+    found = sorted(examine(ctx.obj.app), key=lambda finding: levels.index(finding.level))
+    numbers = Counter(finding.level for finding in found)
+    if as_json:
+        print_json({"healthy": not numbers[WRONG], "findings": [asdict(each) for each in found]})
+    else:
+        _print_findings(found)
+        if numbers[WRONG]:
+            last = f"{numbers[WRONG]} problem(s) found"
+        elif numbers[UNCHECKED]:
+            last = f"healthy, but {numbers[UNCHECKED]} check(s) could not be made"
+        else:
+            last = "healthy"
+        click.echo(last)
+    ctx.exit(1 if numbers[WRONG] else 0)
 
 
 @command(name="status")
@@ -113,29 +115,6 @@ def purge(ctx: click.Context, force: bool, as_json: bool) -> None:
         purged = part.purge()
         text = f"{purged} delayed message(s) deleted"
         say(as_json, {"name": part.name, "purged": purged}, text)
-
-
-def _show_findings(
-    ctx: click.Context, found: Sequence[Finding], as_json: bool, *, well: str
-) -> None:
-    """Print the findings and a last line (with *well* if no finding is "wrong"), and exit."""
-    from ..finding import ADVICE, UNCHECKED, WRONG
-
-    levels = (WRONG, UNCHECKED, ADVICE)
-    ordered = sorted(found, key=lambda finding: levels.index(finding.level))
-    numbers = Counter(finding.level for finding in ordered)
-    if as_json:
-        print_json({"healthy": not numbers[WRONG], "findings": [asdict(each) for each in ordered]})
-    else:
-        _print_findings(ordered)
-        if numbers[WRONG]:
-            last = f"{numbers[WRONG]} problem(s) found"
-        elif numbers[UNCHECKED]:
-            last = f"{well}, but {numbers[UNCHECKED]} check(s) could not be made"
-        else:
-            last = well
-        click.echo(last)
-    ctx.exit(1 if numbers[WRONG] else 0)
 
 
 def _print_findings(found: Sequence[Finding]) -> None:

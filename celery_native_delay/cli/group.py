@@ -176,15 +176,6 @@ def reachable(ctx: click.Context) -> Iterator[Any]:
             raise OperationalError(str(exc)) from exc
 
 
-def fitting_connection(ctx: click.Context, chosen: DelaySettings) -> Any:
-    """Return a connection, not yet open, to the broker. Raises if the broker cannot delay."""
-    from ..app.broker import check_fits
-
-    connection = ctx.obj.app.connection_for_write()
-    check_fits(connection, chosen)
-    return connection
-
-
 def installed_settings(ctx: click.Context, *, raises_if_unsupported: bool = True) -> DelaySettings:
     """Return the app's settings, without connecting. Raises if ``install(app)`` was not called.
 
@@ -223,18 +214,6 @@ def delay_of(ctx: click.Context) -> Delay:
 
     installed_settings(ctx)
     return Delay(ctx.obj.app)
-
-
-def settings(ctx: click.Context) -> DelaySettings:
-    """Return the app's settings; the default settings if ``install(app)`` was not called."""
-    from ..app.installation import installation_of
-    from ..settings import DelaySettings
-
-    installation = installation_of(ctx.obj.app)
-    if installation is None:
-        return DelaySettings()
-    installation.raises_if_unsupported = True
-    return installation.settings()
 
 
 def print_json(value: Any) -> None:

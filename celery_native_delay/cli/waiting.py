@@ -132,26 +132,21 @@ def _in_broker(ctx: click.Context) -> int:
 @click.argument("ids", type=task_id, nargs=-1, required=True, metavar="ID...")
 @as_json_option
 def show_tasks(ctx: click.Context, ids: tuple[str, ...], as_json: bool) -> None:
-    """Show tasks by ID: where each one waits and why, or how it ended.
+    """Show waiting tasks by ID.
 
     If one of the tasks is not waiting, the exit status is 1. For one ID, --json prints an object;
     for several IDs a list of objects, in the order of the IDs. If several messages with one ID
     wait, the object is the message with the earliest due time, and `others` lists the other
-    messages. `story` has the sentences, and `waits` is false if the task is not waiting.
+    messages. `waits` is false if the task is not waiting.
     """
     delay = delay_of(ctx)
     found = {task_id: sorted(delay.show(task_id), key=attrgetter("due_us")) for task_id in ids}
-    stories = {task_id: delay.story(task_id) for task_id in found}
     if as_json:
-        objects = [_as_object(each, found[each]) | {"story": stories[each]} for each in ids]
+        objects = [_as_object(each, found[each]) for each in ids]
         print_json(objects[0] if len(ids) == 1 else objects)
     else:
         now = datetime.now(UTC)
-        texts = []
-        for each, tasks in found.items():
-            known = "\n".join(f"- {printable(said)}" for said in stories[each])
-            texts.append(f"{_text_of(ctx, each, tasks, now)}\n{known}")
-        click.echo("\n\n".join(texts))
+        click.echo("\n\n".join(_text_of(ctx, *each, now) for each in found.items()))
     ctx.exit(0 if all(found.values()) else 1)
 
 
@@ -212,17 +207,15 @@ def reschedule(
 @click.argument("id_", type=task_id, metavar="ID")
 @click.option("--args", type=Json(list), help="All positional arguments, such as '[7]'.")
 @click.option("--kwargs", type=Json(dict), help="""All keyword arguments, such as '{"user": 7}'.""")
-@click.option("--priority", type=click.IntRange(0, 255))
-@click.option("--queue", help="The queue that gets the task.")
 @click.option("--expires", type=Moment(), metavar="DURATION|TIME", help="No start after then.")
 @as_json_option
 def update(ctx: click.Context, id_: str, as_json: bool, **parts: Any) -> None:
-    """Change arguments, priority, queue or expiry of the waiting task ID; the rest stays.
+    """Change the arguments or the expiry of the waiting task ID; the rest stays.
 
     If the task is not waiting any more, nothing changes, and the exit status is 1.
     """
     if all(part is None for part in parts.values()):
-        raise click.UsageError("give --args, --kwargs, --priority, --queue or --expires")
+        raise click.UsageError("give --args, --kwargs or --expires")
     outcome = delay_of(ctx).update(id_, **parts)
     text = f"{id_} updated" if outcome else str(outcome)
     say(as_json, {"id": id_, "verdict": outcome.verdict.value}, printable(text))
@@ -314,7 +307,8 @@ def _said(ctx: click.Context, outcome: Outcome) -> str:
 
 def _text_of(ctx: click.Context, task_id: str, tasks: list[Waiting], now: datetime) -> str:
     if not tasks:
-        return f"{printable(task_id)}: nothing waits under this id"
+        ways = "`inspect query_task`, `result` and `delay parked list`"
+        return f"{printable(task_id)}: nothing waits under this id; see {ways}"
     return "\n\n".join("\n".join(_fields(ctx, task, now)) for task in tasks)
 
 

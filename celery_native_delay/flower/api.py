@@ -16,12 +16,12 @@ from tornado import escape, web
 
 from ..app.delay import Delay, listed
 from ..app.holds import TAKEN_UP_SECONDS
-from ..app.runs import Run, runs_of
+from ..app.runs import Run
 from ..durations import moment_of, seconds_of
-from ..errors import InvalidDueTime, InvalidQuery
+from ..errors import InvalidQuery
 from ..records.waiting import Outcome
 from ..transports.interface import AdminPart
-from .pages import Errors, ParkedHandler, ScheduleEntries, long_json
+from .pages import Errors, long_json
 
 T = TypeVar("T")
 
@@ -63,38 +63,28 @@ class ApiHandler(Errors, BaseApiHandler):
             self.set_header("WWW-Authenticate", 'Basic realm="flower"')
         super().write_error(status_code, **kwargs)
 
-    def limit(self) -> int:
-        limit: int = self.get_argument("limit", 50, type=int)
-        if not 1 <= limit <= 10_000:
-            raise InvalidQuery(f"expected limit from 1 to 10000, got {limit}")
-        return limit
-
     def changes(self) -> None:
         """Raise HTTP error 403 if Flower is in read-only mode."""
         if self.application.options.read_only:
             raise web.HTTPError(403, "Read only mode is enabled")
 
     def moment(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Return the new due time from the request.
+        """Return the new due time that a user has written in ``when``.
 
-        ``countdown``, ``by`` and ``spread`` are durations, and ``eta`` is ISO 8601. ``when`` is
-        what a user writes: ``2 h`` from now, ``+2 h`` later than the task is due now,
-        ``tomorrow 09:00`` or ISO 8601 in the app's time zone.
+        It is ``2 h`` from now, ``+2 h`` later than each task is due now, ``tomorrow 09:00`` or ISO
+        8601 in the app's time zone. From then or from now on, ``spread`` makes the tasks due one
+        after the other over this time.
         """
-        names = ("countdown", "eta", "by", "spread", "when")
-        given = {name: body.get(name, self.get_argument(name, None)) for name in names}
-        found = {name: value for name, value in given.items() if value is not None}
-        when = str(found.pop("when", "")).strip()
+        when = str(body.get("when") or "").strip()
+        found: dict[str, Any] = {}
+        if spread := str(body.get("spread") or "").strip():
+            found["spread"] = seconds_of(spread)
+        elif not when:
+            raise web.HTTPError(400, "expected when, such as 2 h, +2 h or tomorrow 09:00")
         if when.startswith(("+", "-")):
-            found["by"] = when
+            found["by"] = seconds_of(when)
         elif when:
             found["eta"] = moment_of(when, datetime.now(self.capp.timezone))
-        for name in ("countdown", "by", "spread"):
-            if name in found:
-                try:
-                    found[name] = seconds_of(str(found[name]))
-                except InvalidDueTime as exc:
-                    raise InvalidDueTime(f"{name}: {exc}") from exc
         return found
 
     def body(self) -> dict[str, Any]:
@@ -111,15 +101,6 @@ class ApiHandler(Errors, BaseApiHandler):
             raise web.HTTPError(400, f"expected a JSON object, got {type(found).__name__}")
         return found
 
-    async def change(self, verb: str, ids: list[str], body: dict[str, Any]) -> list[Outcome]:
-        """Cancel, reschedule or run the waiting tasks *ids*, and return the outcomes."""
-        moment = self.moment(body) if verb == "reschedule" else {}
-        outcomes = await self.asking.delay(
-            lambda delay: _CHANGES[verb](delay, ids, **moment), within_seconds=_CHANGE_SECONDS
-        )
-        self.application.delays_summary = None
-        return outcomes
-
     async def begun(self, change: Callable[[Delay], T]) -> T | None:
         """Begin a change of many tasks; return its result, or None if it takes longer."""
         asked = asyncio.ensure_future(self.asking.delay(change, within_seconds=_MANY_SECONDS))
@@ -135,7 +116,10 @@ class ListDelays(ApiHandler):
 
         ``total`` is null if the search has 1,000 or more matches beyond the sent tasks.
         """
-        limit, offset = self.limit(), self.get_argument("offset", 0, type=int)
+        limit = self.get_argument("limit", 50, type=int)
+        offset = self.get_argument("offset", 0, type=int)
+        if not 1 <= limit <= 10_000:
+            raise InvalidQuery(f"expected limit from 1 to 10000, got {limit}")
         query = self.query(self.get_argument("search", "", escape=False))
 
         def found(delay: Delay) -> bytes:
@@ -147,32 +131,17 @@ class ListDelays(ApiHandler):
         self.write_json(await self.asking.delay(found))
 
 
-class ListRates(ApiHandler):
-    @web.authenticated
-    async def get(self) -> None:
-        """Send up to ``limit`` lines (tasks with the same rate limit and key), longest first."""
-        limit = self.limit()
-        lines = await self.asking.delay(lambda delay: delay.rates(limit=limit + 1))
-        self.write(
-            {"more": len(lines) > limit, "lines": [line.as_json() for line in lines[:limit]]}
-        )
-
-
-class ListSchedules(ApiHandler, ScheduleEntries):
-    """Sends the schedule entries, sorted by name."""
-
-
 class ChangeSchedule(ApiHandler):
     @web.authenticated
-    async def post(self, verb: str, name: str | None = None) -> None:
-        """Change a schedule entry; send 404 if the name is unknown.
+    async def post(self, verb: str) -> None:
+        """Change the schedule entry of the JSON body ``{"name": …}``; send 404 if it is unknown.
 
-        The URL or the body ``{"name": …}`` contains the name. To ``add`` or ``change`` an entry,
-        the body also has ``task``, ``schedule``, ``args``, ``kwargs`` and ``options``.
+        To ``add`` or ``change`` an entry, the body also has ``task``, ``schedule``, ``args``,
+        ``kwargs`` and ``options``.
         """
         self.changes()
         body = self.body()
-        name = body.get("name") if name is None else name
+        name = body.get("name")
         if not isinstance(name, str):
             raise web.HTTPError(400, "expected the name of a schedule entry")
         given = {field: body[field] for field in _FIELDS if body.get(field) is not None}
@@ -196,17 +165,6 @@ class ChangeSchedule(ApiHandler):
         self.write(answer)
 
 
-class ListRuns(ApiHandler):
-    @web.authenticated
-    async def get(self) -> None:
-        """Send up to ``limit`` runs of Spark fan-outs, those with the latest tasks first."""
-        limit = self.limit()
-        runs = await self.asking.delay(
-            lambda _: runs_of(self.capp, limit), within_seconds=_MANY_SECONDS
-        )
-        self.write({"runs": [run.as_json() for run in runs]})
-
-
 class ChangeRun(ApiHandler):
     @web.authenticated
     async def post(self, verb: str) -> None:
@@ -216,30 +174,22 @@ class ChangeRun(ApiHandler):
         """
         self.changes()
         body = self.body()
-        by: Any = self.moment({"by": body.get("by") or None}).get("by")
-        if not isinstance(body.get("run"), str) or (by is None) is (verb == "reschedule"):
-            raise web.HTTPError(
-                400, "expected the name of a run, and to reschedule it by, as in 2h"
-            )
+        if not isinstance(body.get("run"), str):
+            raise web.HTTPError(400, "expected the name of a run")
+        if verb == "reschedule" and not body.get("by"):
+            raise web.HTTPError(400, "expected by, to reschedule it by, as in 2h")
+        by_seconds = seconds_of(str(body["by"])) if verb == "reschedule" else 0.0
         run = Run(body["run"], app=self.capp)
 
         def change(_: Delay) -> str:
             if verb == "cancel":
                 run.cancel()
                 return f"run {run.run_id} is cancelled"
-            return f"{run.reschedule(by=by):,} task(s) moved"
+            return f"{run.reschedule(by=by_seconds):,} task(s) moved"
 
         message = await self.begun(change)
         self.application.delays_runs, self.application.count_runs_at = None, 0.0
         self.write({"run": run.run_id, "message": message or TAKES_LONGER})
-
-
-class ListHolds(ApiHandler):
-    @web.authenticated
-    async def get(self) -> None:
-        """Send the holds, the drops and the pauses of ``RetryAfter``."""
-        holds = await self.asking.delay(lambda delay: delay.holds())
-        self.write({"holds": [each.as_json() for each in holds]})
 
 
 class ChangeHolds(ApiHandler):
@@ -247,7 +197,7 @@ class ChangeHolds(ApiHandler):
     async def post(self, verb: str) -> None:
         """Hold, drop or release tasks; the JSON body has ``task``, ``key``, ``search``, ….
 
-        A release that takes longer goes on after the answer, and :class:`ListHolds` lists it.
+        A release that takes longer goes on after the answer.
         """
         self.changes()
         body = self.body()
@@ -274,10 +224,6 @@ class ChangeHolds(ApiHandler):
             return escape.to_unicode(self.current_user)
         login = self.request.headers.get("Authorization", "").partition(" ")[2]
         return b64decode(login).decode().partition(":")[0] or "Flower"
-
-
-class ListParked(ApiHandler, ParkedHandler):
-    """Responds with the parked messages (due, but without a bound queue)."""
 
 
 class ChangeParked(ApiHandler):
@@ -319,27 +265,6 @@ def _purged(part: AdminPart, *, seen: int | None) -> dict[str, Any] | str:
     return {"purged": part.purge_parked()}
 
 
-class ShowDelay(ApiHandler):
-    @web.authenticated
-    async def get(self, task_id: str) -> None:
-        """Respond with the waiting messages of a task, or with 404 if the task is not waiting."""
-        found = await self.asking.delay(lambda delay: delay.show(task_id))
-        if not found:
-            raise web.HTTPError(404, f"No task waits with the id '{task_id}'")
-        self.write({"id": task_id, "tasks": [task.as_json() for task in found]})
-
-
-class ChangeOne(ApiHandler):
-    @web.authenticated
-    async def post(self, verb: str, task_id: str) -> None:
-        """Change a waiting task. Send 404 if it is not waiting, 409 if a worker already has it."""
-        self.changes()
-        (outcome,) = await self.change(verb, [task_id], self.body())
-        if not outcome:
-            self.set_status(404 if not outcome.tasks else 409)
-        self.write(as_json(outcome) | {"message": str(outcome)})
-
-
 class ChangeMany(ApiHandler):
     @web.authenticated
     async def post(self, verb: str) -> None:
@@ -351,11 +276,13 @@ class ChangeMany(ApiHandler):
             raise web.HTTPError(400, "expected a list of ids in the body")
         if len(ids) > _MOST_AT_ONCE:
             raise web.HTTPError(400, f"expected at most {_MOST_AT_ONCE} ids, got {len(ids)}")
-        outcomes = await self.change(verb, ids, body)
-        self.write(
-            {"done": sum(map(bool, outcomes)), "outcomes": [as_json(each) for each in outcomes]}
+        moment = self.moment(body) if verb == "reschedule" else {}
+        outcomes = await self.asking.delay(
+            lambda delay: _CHANGES[verb](delay, ids, **moment), within_seconds=_CHANGE_SECONDS
         )
-
-
-def as_json(outcome: Outcome) -> dict[str, Any]:
-    return {"id": outcome.id, "verdict": outcome.verdict.value, "due_us": outcome.due_us}
+        self.application.delays_summary = None
+        shown = [
+            {"id": each.id, "verdict": each.verdict.value, "due_us": each.due_us}
+            for each in outcomes
+        ]
+        self.write({"done": sum(map(bool, outcomes)), "outcomes": shown})

@@ -74,7 +74,6 @@ HANDLERS = [
     url(r"/delays/summary", pages.Summary, name="delays-summary"),
     url(r"/delays/datatable", pages.DataTable, name="delays-datatable"),
     url(r"/delays/parked", pages.ParkedHandler, name="delays-parked"),
-    url(r"/delays/story", pages.Story, name="delays-story"),
     url(r"/delays/ids", pages.MatchingIds, name="delays-ids"),
     url(r"/delays/rates", pages.PageHandler, {"name": "rates"}, name="rates"),
     url(r"/delays/rates/lines", pages.LinesHandler, name="delays-lines"),
@@ -86,23 +85,15 @@ HANDLERS = [
         r"/delays/static/(.*)", StaticFileHandler, {"path": str(pages.STATIC)}, name="delays-static"
     ),
     url(r"/api/delays", api.ListDelays),
-    url(r"/api/delays/rates", api.ListRates),
-    url(r"/api/delays/schedules", api.ListSchedules),
     url(
         r"/api/delays/schedules/(pause|resume|run-now|add|change|remove)",
         api.ChangeSchedule,
         name="schedules-change",
     ),
-    url(r"/api/delays/schedules/(pause|resume|run-now)/(.*)", api.ChangeSchedule),
-    url(r"/api/delays/runs", api.ListRuns),
     url(r"/api/delays/runs/(cancel|reschedule)", api.ChangeRun, name="runs-change"),
-    url(r"/api/delays/parked", api.ListParked),
     url(r"/api/delays/parked/(requeue|purge)", api.ChangeParked, name="delays-parked-change"),
-    url(r"/api/delays/holds", api.ListHolds),
     url(r"/api/delays/(hold|drop|release)", api.ChangeHolds, name="delays-holds-change"),
     url(r"/api/delays/(cancel|reschedule|run-now)", api.ChangeMany, name="delays-change"),
-    url(r"/api/delay/(cancel|reschedule|run-now)/(.+)", api.ChangeOne),
-    url(r"/api/delay/(.+)", api.ShowDelay),
 ]
 
 #: Python's switch interval. A thread that reads many tasks delays the IO loop by this time. The

@@ -17,8 +17,7 @@ from ..app.schedules import Scheduled
 from ..rates.line import RateLine
 from ..transports.interface import Backlog
 from ..worker.tally import BOUNDS, bucket
-from .listening import Counts, Listener
-from .polling import Poll, Reading
+from .threads import Counts, Listener, Poll, Reading
 
 #: The help text of each gauge without labels, by the gauge's name.
 _GAUGES = {

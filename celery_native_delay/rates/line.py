@@ -16,8 +16,6 @@ Before each start two conditions are checked:
 - The number of starts within the last period is below the limit.
 
 Therefore redelivered messages and messages without a place cannot break the rate limit.
-
-``in_redis.py`` has the same arithmetic in Lua, and a test compares the two.
 """
 
 from __future__ import annotations
@@ -26,11 +24,11 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple, Self, TypeAlias, TypeVar
 
+from ..due_time import told
 from .rate import MOST_KEPT_STARTS, UNLIMITED, Rate
 
 T = TypeVar("T")
@@ -76,17 +74,10 @@ class RateLine:
     def as_json(self) -> dict[str, Any]:
         """Return the state as a dict for JSON, with times in ISO 8601."""
         found = {
-            name.removesuffix("_us"): _iso(value) if name.endswith("_us") else value
+            name.removesuffix("_us"): told(value) if value and name.endswith("_us") else value
             for name, value in vars(self).items()
         }
         return found | {"utilisation": round(self.utilisation, 4)}
-
-
-def _iso(moment_us: int | None) -> str | None:
-    if moment_us is None:
-        return None
-    moment = datetime.fromtimestamp(moment_us / 1_000_000, UTC)
-    return moment.isoformat(timespec="milliseconds")
 
 
 @dataclass(frozen=True)

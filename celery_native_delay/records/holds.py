@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
-from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
+from ..due_time import told
 from ..errors import InvalidQuery, TopologyMismatch
 from .interface import RecordName
 from .search import parse
@@ -110,8 +110,8 @@ class Hold:
             "search": self.search,
             "mode": self.mode,
             "by": self.by,
-            "since": _iso(self.since_us),
-            "until": _iso(self.until_us),
+            "since": None if self.since_us is None else told(self.since_us),
+            "until": None if self.until_us is None else told(self.until_us),
             "held": self.held,
         }
 
@@ -141,9 +141,3 @@ def decoded(text: str | None) -> list[Hold]:
             f"expected holds of version {_VERSION}, got {version}: update this package here"
         )
     return [Hold(*values) for values in json.loads(texts)]
-
-
-def _iso(moment_us: int | None) -> str | None:
-    if moment_us is None:
-        return None
-    return datetime.fromtimestamp(moment_us / 1_000_000, UTC).isoformat(timespec="milliseconds")

@@ -73,6 +73,9 @@ class Change(Generic[T]):
 #: A pure function that computes the change of a stored state, and may be called several times.
 Decide: TypeAlias = Callable[[Snapshot], Change[T]]
 
+#: Computes the changes of several states, and the answer to the caller.
+DecideAll: TypeAlias = Callable[[Sequence[Snapshot]], tuple[Sequence[Change[Any]], T]]
+
 #: A function that makes or publishes the caller's message. The arguments are the due time, the
 #: message's delivery id, and the microseconds by which this machine's clock is ahead of the clock
 #: of the Redis or database.
@@ -122,14 +125,9 @@ class Records(ABC):
             the value ``Change.answer``.
         """
 
-    def claim(self, name: RecordName, *, kept_us: int) -> bool:
-        """Store *name* for *kept_us* microseconds; return False if it is stored already."""
-
-        def claimed(seen: Snapshot) -> Change[bool]:
-            until_us = seen.now_us + kept_us
-            return Change(seen.text or "1", until_us, answer=seen.text is None)
-
-        return self.change(name, claimed)
+    @abstractmethod
+    def change_all(self, names: Sequence[RecordName], decide: DecideAll[T]) -> T:
+        """Change several stored states of one kind, which :meth:`latest` lists, in one step."""
 
     @abstractmethod
     def load(self, names: Sequence[RecordName]) -> list[str | None]:

@@ -1,7 +1,8 @@
 """Stores state about waiting tasks in the Redis in which the tasks wait.
 
-Lua scripts make each change atomic, and use the Redis server's clock. Increase VERSION when the
-data format changes.
+Lua scripts make each change atomic, and use the Redis server's clock. Each waiting message has a
+content and a name, ``<task id>:<delivery id>``. If the Redis is the broker, the name is
+``<task id>:<digest>``, with a digest of the delivery tag and the destination.
 """
 
 from __future__ import annotations
@@ -11,20 +12,11 @@ from collections.abc import Callable, Sequence
 from secrets import token_hex
 from time import time_ns
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
-import redis
-from kombu.utils.imports import symbol_by_name
-from redis.backoff import NoBackoff
-from redis.retry import Retry
-from redis.sentinel import MasterNotFoundError, Sentinel
-
-from ..errors import SettingsError
-from ..urls import redis_py_url, without_credential_provider
 from .interface import (
-    ANSWER_SECONDS,
     Change,
     Decide,
+    DecideAll,
     Publish,
     RecordName,
     Records,
@@ -32,12 +24,109 @@ from .interface import (
     T,
     tried_again,
 )
-from .redis_keys import ROWS, IndexKeys
 from .redis_link import NOW
 
 #: The kinds of stored state that :meth:`RedisRecords.latest` can list. A sorted set per kind has
 #: the names of the stored states.
 LISTED_KINDS = ("rate", "run")
+
+
+class IndexKeys:
+    """The names of the Redis keys that hold the waiting messages of one namespace.
+
+    Each sorted set and each hash has the names of messages.
+    """
+
+    def __init__(self, space: str) -> None:
+        """Set the beginning of all these Redis keys, such as ``shop.records.v1``."""
+        self.space = space
+        #: A sorted set of all waiting messages, scored by due time in microseconds.
+        self.due = f"{space}.due"
+        #: A hash with the contents of all messages.
+        self.messages = f"{space}.messages"
+        #: A sorted set of all waiting messages, all with score 0, so that Redis sorts them by task
+        #: id.
+        self.ids = f"{space}.ids"
+        #: Sorted sets: taken messages by the end of their lease, parked ones by the next attempt.
+        #: On a Redis broker none is taken, and a parked one has the time of its last attempt.
+        self.taken, self.parked = f"{space}.taken", f"{space}.parked"
+        #: Hashes: the token of the dispatcher that took the message, after "!" if it is cancelled;
+        #: and the refusals.
+        self.tokens, self.refusals = f"{space}.tokens", f"{space}.refusals"
+        #: A sorted set of cancelled messages of a store, which are published at once.
+        self.cancelled = f"{space}.cancelled"
+        #: A sorted set that gets a member when a message becomes the first to be due. Workers of a
+        #: Redis broker wait for it with BZPOPMIN.
+        self.wake = f"{space}.wake"
+        #: The KEYS of all scripts that begin with :data:`ROWS`; further keys may follow.
+        self.all = (
+            *(self.due, self.messages, self.ids, self.taken, self.tokens, self.parked),
+            *(self.refusals, self.cancelled, self.wake),
+        )
+
+    def record(self, name: RecordName) -> str:
+        """Return the Redis key that holds the stored state *name*."""
+        return f"{self.space}.{name.kind}.{name.name}"
+
+    def names(self, kind: str) -> str:
+        """Return the Redis key of a sorted set that lists the stored states of *kind*.
+
+        The members are the names of the states, scored by expiry time.
+        """
+        return f"{self.space}.{kind}s"
+
+
+#: The beginning of the scripts that write messages. ``add`` reads name, due time in µs and content
+#: of each message from ARGV.
+#:
+#: A script that has written may write on although maxmemory is reached. So ``add``, which fills
+#: Redis, begins with a command that needs memory; other scripts begin with one that needs none.
+ROWS = (
+    """
+local due, messages, ids, taken = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local tokens, parked, refusals, cancelled, wake = KEYS[5], KEYS[6], KEYS[7], KEYS[8], KEYS[9]
+local call = redis.call
+
+local function unmark(names)
+    call('ZREM', taken, unpack(names))
+    call('HDEL', tokens, unpack(names))
+    call('ZREM', parked, unpack(names))
+    call('HDEL', refusals, unpack(names))
+    call('ZREM', cancelled, unpack(names))
+end
+
+local function forget(names)
+    call('ZREM', due, unpack(names))
+    call('ZREM', ids, unpack(names))
+    call('HDEL', messages, unpack(names))
+    unmark(names)
+end
+
+local function tell(names)
+    local first = call('ZRANGE', due, 0, 0, 'WITHSCORES')
+    for _, name in ipairs(names) do
+        if name == first[1] then call('ZADD', wake, first[2], 'earlier') end
+    end
+end
+
+local function add(first, last)
+    local names, entries, scores, zeros = {}, {}, {}, {}
+    for at = first, last, 3 do
+        local next = #scores + 1
+        names[#names + 1] = ARGV[at]
+        entries[next], entries[next + 1] = ARGV[at], ARGV[at + 2]
+        scores[next], scores[next + 1] = ARGV[at + 1], ARGV[at]
+        zeros[next], zeros[next + 1] = 0, ARGV[at]
+    end
+    call('HSET', messages, unpack(entries))
+    call('ZADD', due, unpack(scores))
+    call('ZADD', ids, unpack(zeros))
+    unmark(names)
+    tell(names)
+end
+"""
+    + NOW
+)
 
 #: Reads a record. KEYS record, ids, due. Returns the time in µs, the text of the record or '', then
 #: member and due time of each message of the record's task.
@@ -90,6 +179,31 @@ return 1
 """
 )
 
+
+#: Reads records. Returns the time in µs, then the text of each, or nil.
+_LOOK_AT_ALL = NOW + "return {now, unpack(redis.call('MGET', unpack(KEYS)))}"
+
+#: Changes listed records in one step. KEYS 1: names of the records' kind; then the records. ARGV
+#: for each record: name, its text as it was read, new text, expiry in µs. Returns 0, and writes
+#: nothing, if one has changed since it was read. DEL, which needs no memory, lets a full Redis take
+#: the rest.
+_COMPARE_AND_SET_ALL = (
+    NOW
+    + """
+local call = redis.call
+for at = 2, #KEYS do
+    if (call('GET', KEYS[at]) or '') ~= ARGV[4 * at - 6] then return 0 end
+end
+for at = 2, #KEYS do
+    local name, before, new, ends = unpack(ARGV, 4 * at - 7, 4 * at - 4)
+    if before == '' then call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now) end
+    call('DEL', KEYS[at])
+    call('SET', KEYS[at], new, 'PX', string.format('%.0f', (ends - now) / 1000 + 1))
+    call('ZADD', KEYS[1], ends, name)
+end
+return 1
+"""
+)
 
 #: KEYS the sorted set of names. ARGV limit, prefix of the records' keys. Returns the time in µs,
 #: then the name and the text of each record.
@@ -176,6 +290,21 @@ class RedisRecords(Records):
 
         return tried_again(name.name, attempt).answer
 
+    def change_all(self, names: Sequence[RecordName], decide: DecideAll[T]) -> T:
+        records = [self.keys.record(name) for name in names]
+
+        def attempt() -> tuple[T] | None:
+            now_us, *found = self._link.run(_LOOK_AT_ALL, records)
+            texts = [None if text is None else text.decode() for text in found]
+            changes, answer = decide([Snapshot(now_us, text) for text in texts])
+            arguments: list[Any] = []
+            for name, text, change in zip(names, texts, changes, strict=True):
+                arguments += [name.name, text or "", change.text, change.kept_us]
+            keys = [self.keys.names(names[0].kind), *records]
+            return (answer,) if self._link.run(_COMPARE_AND_SET_ALL, keys, *arguments) else None
+
+        return tried_again(names[0].name, attempt)[0]
+
     def _compare_and_set(
         self, name: RecordName, before: Snapshot, change: Change[Any], new: Any, gone: list[str]
     ) -> bool:
@@ -191,62 +320,3 @@ class RedisRecords(Records):
             *gone,
         )
         return bool(done)
-
-
-def redis_client(url: str, *, timeout_seconds: float = ANSWER_SECONDS) -> Any:
-    """Make a redis-py client without retries.
-
-    *timeout_seconds* is for connecting, for an answer, and for asking all Sentinels. The URL with
-    Sentinels is ``sentinel://user:password@host:26379,host2:26379/service/0``.
-    """
-    url, provider = without_credential_provider(url)
-    options = {
-        "credential_provider": None if provider is None else _credential_provider(provider),
-        **_limits(timeout_seconds),
-    }
-    if not url.startswith("sentinel://"):
-        return redis.Redis.from_url(redis_py_url(url), **options)
-    place = urlsplit(url)
-    login, _, hosts = place.netloc.rpartition("@")
-    if login:
-        user, _, password = login.partition(":")
-        options |= {"username": unquote(user) or None, "password": unquote(password) or None}
-    _, service, database = place.path.split("/")
-    pairs = [
-        (host.partition(":")[0], int(host.partition(":")[2] or 26379)) for host in hosts.split(",")
-    ]
-    sentinels = _Sentinels(pairs, sentinel_kwargs=_limits(timeout_seconds / len(pairs)))
-    return sentinels.master_for(service, db=int(database), **options)
-
-
-def _limits(seconds: float) -> dict[str, Any]:
-    """Return redis-py's options for time limits; its own retries would sleep for seconds."""
-    retry = Retry(NoBackoff(), 0)
-    return {"socket_timeout": seconds, "socket_connect_timeout": seconds, "retry": retry}
-
-
-class _Sentinels(Sentinel):  # type: ignore[misc]
-    """redis-py's Sentinel with a readable error."""
-
-    def discover_master(self, service_name: str) -> Any:
-        try:
-            return super().discover_master(service_name)
-        except MasterNotFoundError:
-            raise MasterNotFoundError(
-                f"no Sentinel that answers knows a primary {service_name!r} that is up"
-            ) from None
-
-
-def _credential_provider(name: str) -> redis.CredentialProvider:
-    """Make the object that gives a user and a password for each connection, as kombu does."""
-    try:
-        found = symbol_by_name(name)()
-    except (ImportError, AttributeError, TypeError, ValueError) as exc:
-        found = exc
-    if not isinstance(found, redis.CredentialProvider):
-        raise SettingsError(
-            f"expected the dotted name of a subclass of redis.CredentialProvider that can be "
-            f"called without arguments, got {name!r} ({found!r}): change credential_provider in "
-            f"the URL"
-        )
-    return found

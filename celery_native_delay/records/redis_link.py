@@ -7,13 +7,19 @@ from contextlib import contextmanager, suppress
 from functools import lru_cache
 from hashlib import sha1
 from typing import Any, TypeVar
+from urllib.parse import unquote, urlsplit
 
+import redis
+from kombu.utils.imports import symbol_by_name
 from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError, ReadOnlyError, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
+from redis.sentinel import MasterNotFoundError, Sentinel
 
-from ..errors import StoreUnavailable
+from ..errors import SettingsError, StoreUnavailable
+from ..urls import redis_py_url, without_credential_provider
+from .interface import ANSWER_SECONDS
 
 T = TypeVar("T")
 
@@ -126,3 +132,62 @@ def _answer(connection: Any, *command: Any) -> Any:
 @lru_cache
 def digest_of(script: str) -> str:
     return sha1(script.encode(), usedforsecurity=False).hexdigest()
+
+
+def redis_client(url: str, *, timeout_seconds: float = ANSWER_SECONDS) -> Any:
+    """Make a redis-py client without retries.
+
+    *timeout_seconds* is for connecting, for an answer, and for asking all Sentinels. The URL with
+    Sentinels is ``sentinel://user:password@host:26379,host2:26379/service/0``.
+    """
+    url, provider = without_credential_provider(url)
+    options = {
+        "credential_provider": None if provider is None else _credential_provider(provider),
+        **_limits(timeout_seconds),
+    }
+    if not url.startswith("sentinel://"):
+        return redis.Redis.from_url(redis_py_url(url), **options)
+    place = urlsplit(url)
+    login, _, hosts = place.netloc.rpartition("@")
+    if login:
+        user, _, password = login.partition(":")
+        options |= {"username": unquote(user) or None, "password": unquote(password) or None}
+    _, service, database = place.path.split("/")
+    pairs = [
+        (host.partition(":")[0], int(host.partition(":")[2] or 26379)) for host in hosts.split(",")
+    ]
+    sentinels = _Sentinels(pairs, sentinel_kwargs=_limits(timeout_seconds / len(pairs)))
+    return sentinels.master_for(service, db=int(database), **options)
+
+
+def _limits(seconds: float) -> dict[str, Any]:
+    """Return redis-py's options for time limits; its own retries would sleep for seconds."""
+    retry = Retry(NoBackoff(), 0)
+    return {"socket_timeout": seconds, "socket_connect_timeout": seconds, "retry": retry}
+
+
+class _Sentinels(Sentinel):  # type: ignore[misc]
+    """redis-py's Sentinel with a readable error."""
+
+    def discover_master(self, service_name: str) -> Any:
+        try:
+            return super().discover_master(service_name)
+        except MasterNotFoundError:
+            raise MasterNotFoundError(
+                f"no Sentinel that answers knows a primary {service_name!r} that is up"
+            ) from None
+
+
+def _credential_provider(name: str) -> redis.CredentialProvider:
+    """Make the object that gives a user and a password for each connection, as kombu does."""
+    try:
+        found = symbol_by_name(name)()
+    except (ImportError, AttributeError, TypeError, ValueError) as exc:
+        found = exc
+    if not isinstance(found, redis.CredentialProvider):
+        raise SettingsError(
+            f"expected the dotted name of a subclass of redis.CredentialProvider that can be "
+            f"called without arguments, got {name!r} ({found!r}): change credential_provider in "
+            f"the URL"
+        )
+    return found

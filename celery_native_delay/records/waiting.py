@@ -13,6 +13,7 @@ from itertools import islice
 from tempfile import TemporaryFile
 from typing import Any, NamedTuple, TypeAlias, overload
 
+from ..due_time import told
 from ..errors import CannotDelay, DelayTooLong
 from .search import Word, is_itself_in_json, parse
 
@@ -49,6 +50,13 @@ class Held(NamedTuple):
     @property
     def header(self) -> str:
         return json.dumps(self)
+
+
+#: The attributes of a task in JSON, in this order.
+_IN_JSON = (
+    *("id", "name", "args", "kwargs", "key", "kind", "queue", "exchange", "routing_key", "due"),
+    *("retries", "root_id", "run", "delivery_id", "held"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,21 +144,8 @@ class Waiting:
 
     def as_json(self) -> dict[str, Any]:
         """Return the task as a dict, for the option ``--json`` and for Flower's REST API."""
-        return {
-            "id": self.id,
-            "name": self.name,
-            "args": self.args,
-            "kwargs": self.kwargs,
-            "key": self.key,
-            "kind": self.kind,
-            "queue": self.queue,
-            "exchange": self.exchange,
-            "routing_key": self.routing_key,
+        return {name: getattr(self, name) for name in _IN_JSON} | {
             "due": self.due.isoformat(timespec="milliseconds"),
-            "retries": self.retries,
-            "root_id": self.root_id,
-            "run": self.run,
-            "delivery_id": self.delivery_id,
             "held": f"{self.held.hold}, by {self.held.by}" if self.held else "",
         }
 
@@ -326,8 +321,7 @@ class Outcome:
             case Verdict.DONE if self.due_us is None:
                 return f"{self.id} cancelled"
             case Verdict.DONE:
-                due = datetime.fromtimestamp((self.due_us or 0) / 1_000_000, UTC)
-                return f"{self.id} is due {due.isoformat(timespec='milliseconds')}"
+                return f"{self.id} is due {told(self.due_us or 0)}"
             case Verdict.NOTED:
                 return f"{self.id}: noted, it will not run if it still waits in the broker"
             case Verdict.TOO_LATE:

@@ -14,7 +14,7 @@ from queue import Empty, SimpleQueue
 from secrets import token_hex
 from threading import Event, Lock
 from time import monotonic
-from typing import Protocol
+from typing import Any, Protocol
 
 from kombu.exceptions import KombuError
 
@@ -105,8 +105,13 @@ class Dispatcher:
         return self.promoted - before
 
     def next_due_us(self) -> int | None:
-        """Return the due time of the first waiting task, in microseconds; None if none waits."""
-        return self._store.next_due_us()
+        """Return the due time of the first waiting task, in microseconds; None if none waits.
+
+        Only for the test clock, whose store is a database.
+        """
+        store: Any = self._store
+        found: int | None = store.next_due_us()
+        return found
 
     # --- one round -------------------------------------------------------------------------
 

@@ -22,12 +22,11 @@ from ..errors import (
     UnsupportedBroker,
 )
 from ..per_process import in_forked_children
-from ..records.database import naming_tables
 from ..urls import EXPECTED_TABLE_PREFIX, TABLE_PREFIX, is_table_prefix
 from ..within import Within, before_commit
 from .joined import UsersTransaction, is_outside
 from .sql import SqlStore
-from .sql_table import schema
+from .sql_table import naming_tables, schema
 
 T = TypeVar("T")
 
@@ -91,10 +90,6 @@ class DjangoStore(SqlStore):
         if connection.connection is not None and not connection.in_atomic_block:
             _inherited.append(connection.connection)
             connection.connection = None
-
-    @property
-    def has_absolute_path(self) -> bool:
-        return True
 
     def users(self) -> UsersTransaction | None:
         if (of_sqlalchemy := super().users()) is not None:
@@ -179,9 +174,6 @@ class DjangoStore(SqlStore):
         connections[self.alias].close()  # else a pool of Django's would miss it
 
     def prepare(self) -> None:
-        self._check_made()
-
-    def make_tables(self) -> None:
         self._check_made()
 
     def is_made(self) -> bool:

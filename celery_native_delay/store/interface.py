@@ -241,10 +241,6 @@ class Store(ABC):
         raise NotImplementedError("a store in Redis joins no transaction")
 
     @abstractmethod
-    def next_due_us(self) -> int | None:
-        """Return the due time of the first waiting row, in microseconds; None if no row waits."""
-
-    @abstractmethod
     def take(self, *, late_us: int = 0) -> Taken:
         """Take due rows, up to :data:`BATCH`, earliest first.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
+from pathlib import Path
 
 from ..errors import UnsupportedBroker
 from ..per_process import PerProcess
@@ -94,7 +95,8 @@ def store_at(url: str, namespace: str, *, timeout_seconds: float, joins: bool = 
             f"({exc})"
         ) from exc
     store = SqlStore(url, namespace, timeout_seconds=timeout_seconds)
-    if store.is_file and not store.has_absolute_path:
+    path = (store.engine.url.database or "").removeprefix("file:")
+    if store.is_file and not Path(path).is_absolute():
         logger.warning(
             "native delay: %s is another file for each folder that a process starts in: name it "
             "with four slashes, as in sqlite:////var/lib/shop/delays.db",

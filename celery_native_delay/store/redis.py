@@ -12,9 +12,8 @@ from typing import Any
 
 from ..errors import StoreUnavailable
 from ..finding import Finding
-from ..records.redis import RedisRecords, redis_client
-from ..records.redis_keys import ROWS, IndexKeys
-from ..records.redis_link import RedisLink
+from ..records.redis import ROWS, IndexKeys, RedisRecords
+from ..records.redis_link import RedisLink, redis_client
 from ..records.waiting import Replacement, WaitingTasks
 from ..redis_server import findings
 from ..urls import without_password
@@ -176,18 +175,6 @@ for at = 3, #ARGV, 4 do
     end
 end
 return done
-"""
-)
-
-#: Returns the first due time of a cancelled or else a waiting row, or ''.
-_NEXT = (
-    ROWS
-    + """
-for _, key in ipairs({cancelled, due}) do
-    local first = call('ZRANGE', key, 0, 0, 'WITHSCORES')[2]
-    if first then return first end
-end
-return ''
 """
 )
 
@@ -392,10 +379,6 @@ class RedisStore(RedisRows, Store):
         return Store._is_dispatched(self)
 
     # --- out -----------------------------------------------------------------------------
-
-    def next_due_us(self) -> int | None:
-        first = self._run(_NEXT)
-        return _time(first) if first else None
 
     def take(self, *, late_us: int = 0) -> Taken:
         if self._in_doubt is not None:

@@ -84,6 +84,16 @@ return counts
 """
 
 
+#: KEYS due. Returns the first and the last due time, or nothing.
+SPAN = """
+local found = {}
+for _, rank in ipairs({0, -1}) do
+    found[#found + 1] = redis.call('ZRANGE', KEYS[1], rank, rank, 'WITHSCORES')[2]
+end
+return found
+"""
+
+
 class RedisTasks(WaitingTasks):
     """Lists, searches, cancels and reschedules the waiting tasks in Redis."""
 
@@ -94,28 +104,20 @@ class RedisTasks(WaitingTasks):
         """*rows* is a ``RedisRows``."""
         self._rows = rows
         self._delays = delays
-        self._client = rows.client
         self._due, self._messages, ids = rows.keys.all[:3]
         self._found_in = [self._due, self._messages, ids, rows.keys.refusals]
-        self._find = self._client.register_script(FIND)
-        self._counts = self._client.register_script(COUNTS)
-        self._search = self._client.register_script(SEARCH)
 
     def _count(self, from_us: int | None, until_us: int | None) -> int:
         first = "-inf" if from_us is None else from_us
         end = "+inf" if until_us is None else f"({until_us}"
-        with self._explained():
-            return int(self._client.zcount(self._due, first, end))
+        return int(self._ask("ZCOUNT", self._due, first, end))
 
     def counts(self, edges_us: Sequence[int]) -> list[int]:
-        with self._explained():
-            return [int(count) for count in self._counts(keys=[self._due], args=list(edges_us))]
+        return [int(count) for count in self._run(COUNTS, [self._due], *edges_us)]
 
     def span(self) -> tuple[int, int] | None:
-        with self._explained():
-            first = self._client.zrange(self._due, 0, 0, withscores=True)
-            last = self._client.zrange(self._due, -1, -1, withscores=True)
-        return (int(first[0][1]), int(last[0][1])) if first and last else None
+        found = self._run(SPAN, [self._due])
+        return (int(float(found[0])), int(float(found[1]))) if found else None
 
     def _decoded(self, entry: bytes, due_us: int) -> Waiting | None:
         """Convert a stored message to a waiting task, or to None if the task is cancelled."""
@@ -136,10 +138,16 @@ class RedisTasks(WaitingTasks):
         return done
 
     def taken(self, task_ids: Collection[str]) -> Collection[str]:
-        with self._explained():
-            names = self._client.zrange(self._rows.keys.taken, 0, -1)
-        taken = {_id_in(name) for name in names}
+        taken = {_id_in(name) for name in self._ask("ZRANGE", self._rows.keys.taken, 0, -1)}
         return [one for one in task_ids if storable(one) in taken]
+
+    def _run(self, script: str, keys: Sequence[str], *arguments: Any) -> Any:
+        with self._explained():
+            return self._rows.link.run(script, keys, *arguments)
+
+    def _ask(self, *command: Any) -> Any:
+        with self._explained():
+            return self._rows.link.ask(*command)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -154,8 +162,7 @@ class RedisTasks(WaitingTasks):
         wanted = {storable(one): one for one in task_ids}
         # In ASCII ";" follows ":".
         ranges = [edge for one in wanted for edge in (f"[{one}:", f"({one};")]
-        with self._explained():
-            told = self._find(keys=self._found_in, args=ranges)
+        told = self._run(FIND, self._found_in, *ranges)
         for name, score, entry, refusal in zip(*[iter(told)] * 4, strict=True):
             task = self._decoded(entry, int(float(score or 0)))
             if task is not None and (task_id := wanted.get(_id_in(name))) is not None:
@@ -168,11 +175,8 @@ class RedisTasks(WaitingTasks):
     ) -> tuple[list[Waiting], Any]:
         edges = ["" if at_us is None else at_us for at_us in (query.from_us, query.until_us)]
         last = ("", "") if after is None else after
-        with self._explained():
-            name, due_us, *found = self._search(
-                keys=[self._due, self._messages],
-                args=[*edges, offset, limit, query.needle, *last],
-            )
+        asked = *edges, offset, limit, query.needle, *last
+        name, due_us, *found = self._run(SEARCH, [self._due, self._messages], *asked)
         tasks = (
             self._decoded(entry, int(float(score)))
             for score, entry in zip(found[::2], found[1::2], strict=True)

@@ -10,9 +10,8 @@ from sqlalchemy import Connection, event
 from sqlalchemy.orm import Session
 
 from ..errors import CannotDelay
-from ..records.database import table_name, tables_named
 from .joined import UsersTransaction, outside_transaction
-from .sql_table import TASKS
+from .sql_table import TASKS, table_name, tables_named
 
 T = TypeVar("T")
 

@@ -2,40 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cached_property, partial
-from pathlib import Path
 from secrets import token_hex
-from typing import Any, TypeVar
+from typing import Any
 
 from sqlalchemy import (
     Boolean,
     Connection,
     Engine,
-    Inspector,
     and_,
     bindparam,
     case,
     delete,
     exc,
     func,
-    inspect,
     or_,
     select,
     update,
 )
 from sqlalchemy.dialects import mysql, postgresql, sqlite
 
-from ..errors import CannotDelay, NativeDelayError, StoreUnavailable
+from ..errors import CannotDelay, StoreUnavailable
 from ..finding import UNCHECKED, WRONG, Finding, clock_finding
 from ..now import time_ns
-from ..records.database import Database, clock_ahead_seconds, limit_waits, now_us, other_prefix
-from ..records.interface import Change, Decide, Publish, RecordName, Snapshot
-from ..records.sql import SqlRecords
 from ..records.waiting import WaitingTasks
 from ..texts import digest_of, storable
-from ..within import Within
+from .database import Database, clock_ahead_seconds, now_us
 from .interface import (
     BATCH,
     LEASE_SECONDS,
@@ -48,22 +41,18 @@ from .interface import (
     TakenRow,
     WaitingRow,
 )
-from .joined import RELAY_SECONDS, UsersTransaction, joined, transaction_with
-from .sessions import SessionTransaction
+from .joined import RELAY_SECONDS
+from .sql_state import SqlState
 from .sql_table import (
     CANCELLED,
     CANCELLED_AND_TAKEN,
-    LISTED,
     PARKED,
     TAKEN,
     TASKS,
     WAITING,
-    schema,
     short_id,
 )
 from .sql_tasks import SqlTasks
-
-T = TypeVar("T")
 
 _ROW = TASKS.c
 
@@ -152,23 +141,13 @@ class SqlStore(Database, Store):
         self, url: str, namespace: str, *, timeout_seconds: float, engine: Engine | None = None
     ) -> None:
         Store.__init__(self)
-        super().__init__(url, engine)
-        self.tables = schema(self.table_prefix)
+        super().__init__(url, timeout_seconds=timeout_seconds, engine=engine)
         self._use(namespace)
-        self.is_file = self.engine.dialect.name == "sqlite"
         self.look_seconds = 0.05 if self.is_file else 0.25
-        #: None for SQLite, whose own time limit is enough.
-        self._within = None if self.is_file else Within(timeout_seconds, rolls_back=True)
 
     def _use(self, namespace: str) -> None:
         self.namespace = namespace
         self._mine = {"mine": namespace}
-
-    @property
-    def has_absolute_path(self) -> bool:
-        """False if a SQLite file is named relative to the folder in which a process starts."""
-        path = (self.engine.url.database or "").removeprefix("file:")
-        return Path(path).is_absolute()
 
     @cached_property
     def state(self) -> SqlState:
@@ -188,60 +167,6 @@ class SqlStore(Database, Store):
             return names
 
         return self.look_up(walked) if self.is_made() else []
-
-    def prepare(self) -> None:
-        if not self.is_ready:
-            self.do(lambda connection: None)
-
-    def close(self) -> None:
-        self.engine.dispose()
-
-    # --- calls that end in time, whatever the driver does --------------------------------
-
-    def users(self) -> UsersTransaction | None:
-        return transaction_with(self)
-
-    @contextmanager
-    def joining(self, session: Any) -> Iterator[None]:
-        self.prepare()
-        transaction = SessionTransaction(session, self.engine.dialect.name, self.table_prefix)
-        with joined(self, transaction), transaction.watched():
-            yield
-
-    def do(self, work: Callable[[Connection], T]) -> T:
-        if (users := self.users()) is not None:
-            return users.do(work)
-        return self._in_time(lambda: super(SqlStore, self).do(work))
-
-    def do_soon(self, work: Callable[[Connection], T]) -> T:
-        """Call *work* as :meth:`do` does; fail soon if another session has locked its row.
-
-        If this process is cut off or frozen meanwhile, it keeps no row locked for long.
-        """
-        if self.users() is not None:  # the user's transaction has limits of its own
-            return self.do(work)
-
-        def limited(connection: Connection) -> T:
-            limit_waits(connection)
-            return work(connection)
-
-        return self.do(limited)
-
-    def look_up(self, work: Callable[[Connection], T]) -> T:
-        if (users := self.users()) is not None:
-            return users.do(work)
-        return self._in_time(lambda: super(SqlStore, self).look_up(work))
-
-    def _in_time(self, call: Callable[[], T]) -> T:
-        if self._within is None:
-            return call()
-        try:
-            return self._within(call)
-        except TimeoutError as error:
-            raise self._unavailable(str(error)) from error
-
-    def _unavailable(self, reason: str) -> NativeDelayError:
-        return StoreUnavailable(f"the store at {self.where} does not work: {reason}")
 
     # --- in ------------------------------------------------------------------------------
 
@@ -302,6 +227,8 @@ class SqlStore(Database, Store):
     # --- out -----------------------------------------------------------------------------
 
     def next_due_us(self) -> int | None:
+        """Return the due time of the first waiting row, in microseconds; None if no row waits."""
+
         def looked(connection: Connection) -> int | None:
             firsts = connection.execute(_FIRSTS, self._mine).one()
             return min((us for us in firsts if us is not None), default=None)
@@ -436,42 +363,6 @@ class SqlStore(Database, Store):
         rows = self.do(lambda connection: connection.execute(these, self._mine).rowcount)
         return rows + self.state.clear()
 
-    def is_made(self) -> bool:
-        """Return True if the tables exist. This call creates nothing, not even SQLite's file."""
-        return self._inspected(lambda seen: all(map(seen.has_table, self.tables.tables)), False)
-
-    def table_names(self) -> list[str]:
-        """Return the names of the tables in the database."""
-        return self._inspected(lambda seen: seen.get_table_names(), [])
-
-    def _inspected(self, question: Callable[[Inspector], T], without_file: T) -> T:
-        path = Path((self.engine.url.database or "").removeprefix("file:").partition("?")[0])
-        if self.is_file and not path.exists():
-            return without_file
-
-        def inspected() -> T:
-            with self.explained(), self.engine.connect() as connection:
-                return question(inspect(connection))
-
-        return self._in_time(inspected)
-
-    def not_made(self) -> tuple[str, str]:
-        """Return the problem and the remedy if the tables do not exist."""
-        problem = f"{self.where} has no tables {' and '.join(self.tables.tables)}"
-        prefix = other_prefix(self.table_prefix, self.table_names())
-        if prefix is None:
-            return problem, self._way_to_tables
-        return f"{problem}, but {prefix}task and {prefix}record", (
-            f'rename those, or set {self._prefix_setting} to "{prefix}" again, in workers and '
-            f"producers"
-        )
-
-    _prefix_setting = "native_delay_prefix in the URL"
-    _way_to_tables = (
-        "start a worker or run `celery -A PROJ delay declare`, which make them, or correct "
-        "native_delay_store, in workers and producers"
-    )
-
     def findings(self) -> list[Finding]:
         try:
             if not self.is_made():
@@ -493,52 +384,6 @@ class SqlStore(Database, Store):
             ]
         effect = "delayed tasks are early or late by that"
         return list(clock_finding("the database's clock", ahead_seconds, effect))
-
-
-class SqlState(SqlRecords):
-    """The state of keys, rates and schedules; a change of a key and its row is one transaction."""
-
-    def __init__(self, store: SqlStore) -> None:
-        super().__init__(store, store.namespace)
-        self.do = store.do_soon
-        self._store = store
-
-    def change(self, name: RecordName, decide: Decide[T], publish: Publish | None = None) -> T:
-        due_us: int | None = None
-
-        def decide_and_note(snapshot: Snapshot) -> Change[T]:
-            nonlocal due_us
-            change = decide(snapshot)
-            due_us = change.due_us
-            return change
-
-        answer = super().change(name, decide_and_note, publish)
-        if due_us is not None:
-            self._store.note_added(due_us)
-        return answer
-
-    def _messages(
-        self, connection: Connection, task_id: str, *, locked: bool
-    ) -> tuple[tuple[Any, int], ...]:
-        asked = select(_ROW.id, _ROW.next_us, _ROW.state).where(
-            _MINE, _ROW.task_id == short_id(task_id), LISTED
-        )
-        rows = connection.execute(
-            asked.with_for_update() if locked else asked, {"mine": self._store.namespace}
-        )
-        return tuple((row.id, 0 if row.state == PARKED else row.next_us) for row in rows)
-
-    def _texts(self, connection: Connection, members: Sequence[Any]) -> Sequence[str]:
-        these = select(_ROW.entry).where(_THESE)
-        return connection.execute(these, {"ids": list(members)}).scalars().all()
-
-    def _cancel(self, connection: Connection, members: Sequence[Any]) -> None:
-        connection.execute(delete(TASKS).where(_THESE), {"ids": list(members)})
-
-    def _publish(self, connection: Connection, due_us: int, publish: Publish | None) -> None:
-        assert publish is not None
-        row: Row = publish(due_us, "", time_ns() // 1000 - now_us(connection))
-        connection.execute(self._store.upsert, self._store.row(row))
 
 
 def _refused(refusal: Refusal, at_us: int) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Select, delete, func, or_, select
 
-from ..records.database import now_us
 from ..records.interface import T
 from ..records.waiting import (
     Edit,
@@ -19,6 +18,7 @@ from ..records.waiting import (
     Waiting,
     WaitingTasks,
 )
+from .database import now_us
 from .entry import changed_text, waiting_of
 from .sql_table import CANCELLED, LISTED, TAKEN, TASKS, WAITING, short_id
 

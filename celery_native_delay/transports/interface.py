@@ -106,18 +106,7 @@ class WorkerPart(ABC):
         return f"longest delay {duration(self.settings.longest_delay_seconds)}"
 
     def dangers(self) -> Iterable[Finding]:
-        """Report broker settings that can cause message loss or wrong delivery times.
-
-        Raises ManagementUnavailable if RabbitMQ's management API does not answer.
-        """
-        return []
-
-    def divert(self) -> list[str]:
-        """Keep full queues from delaying the messages of other queues.
-
-        Returns a sentence for each queue whose due messages now take another way. Raises
-        ManagementUnavailable if RabbitMQ's management API does not answer.
-        """
+        """Report broker settings that can cause message loss or wrong delivery times."""
         return []
 
     def put_back(self, waits: Sequence[Wait]) -> list[Exception | None]:
@@ -259,13 +248,9 @@ class AdminPart(ABC):
     def declare(self, queues: Sequence[Any]) -> Told:
         """Create the queues or tables for delayed messages; *queues* are the app's queues."""
 
-    def verify(self) -> list[Finding]:
-        """Report wrong or missing queues, queue attributes and policies on the broker."""
-        return []
-
-    def examine(self) -> list[Finding]:
-        """Report problems in operation: all findings of :meth:`status`, and wrong clocks."""
-        return list(self.status().found)
+    def examine(self) -> Iterable[Finding]:
+        """Yield all problems: what the broker lacks, findings of :meth:`status`, wrong clocks."""
+        return self.status().found
 
     @abstractmethod
     def status(self) -> Told:

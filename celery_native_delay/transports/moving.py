@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..due_time import due_us, eta_of, milliseconds_up
 from ..errors import CannotDelay, InvalidDueTime, NoStore, UnsupportedBroker
@@ -118,15 +118,6 @@ class Source(ABC):
         """Unlock the message that :meth:`found` yielded last."""
 
 
-class Reach(NamedTuple):
-    """A binding of an app's queue: exchange, exchange type (*kind*), routing key, queue."""
-
-    exchange: str
-    kind: str
-    routing_key: str
-    queue: str
-
-
 class MovingPart(ABC):
     """The broker operations that ``delay migrate`` calls."""
 
@@ -146,11 +137,11 @@ class MovingPart(ABC):
         """Return the app's own waiting messages, for ``delay uninstall``."""
 
     @abstractmethod
-    def sources(self, what: str | None, reaches: Sequence[Reach]) -> list[Source]:
+    def sources(self, what: str | None) -> list[Source]:
         """Return the queues or databases from which ``delay migrate`` takes waiting messages.
 
-        *what* is the value of the option ``--from``, or None if the value is a URL. *reaches* are
-        the app's bindings. Raises UnsupportedBroker if this broker does not support the value.
+        *what* is the value of the option ``--from``, or None if the value is a URL. Raises
+        UnsupportedBroker if this broker does not support the value.
         """
 
     def key_records(self) -> KeyRecords | None:

@@ -13,15 +13,16 @@ from uuid import uuid4
 from kombu.exceptions import OperationalError
 from kombu.transport import pgmq
 
+from ..due_time import milliseconds_up
 from ..durations import duration
 from ..finding import WRONG, Finding
 from ..settings import DelaySettings
 from ..store.entry import StoreEntry
 from .interface import AdminPart, Backlog, Told, Wait, WorkerPart
-from .outbox import OutboxBatch, is_lasting_sql
-from .virtual.channel import DelayingChannel, DelayingTransport
-from .virtual.delays import SendingDelays
+from .outbox import OutboxBatch
+from .virtual.channel import DelayingChannel, DelayingTransport, VirtualDelays
 from .virtual.outbox import CallingOutbox, Collecting, NotTaken, PlainMessage
+from .virtual.wrapping import wrapped
 
 #: Seconds after which a due message that no worker has read is reported.
 _UNREAD_SECONDS = 60
@@ -31,16 +32,24 @@ _WAITING = "vt > clock_timestamp()"
 _UNREAD = f"vt < clock_timestamp() - interval '{_UNREAD_SECONDS} s'"
 
 
-class PgmqDelays(SendingDelays):
+class PgmqDelays(VirtualDelays):
     """Publishes delayed messages to pgmq, which delays them by itself."""
 
-    def _put(self, queue: str, message: dict[str, Any], due_us: int) -> PlainMessage:
-        return PlainMessage(queue, message, due_us)
+    def publish(
+        self, queue: str, message: dict[str, Any], *, due_us: int, delivery_id: str | None = None
+    ) -> None:
+        """Publish a delayed message; without *delivery_id* its id is kombu's delivery tag."""
+        channel, own = self._channel, self.own(message, due_us=due_us, delivery_id=delivery_id)
+        told = channel.told(own, due_us - time_ns() // 1000)
+        channel.pgmq.send(channel._queue_name(queue), own, **told)
 
-    def send(self, put: PlainMessage, *, now_us: int) -> None:
-        channel = self._channel
-        name, told = channel._queue_name(put.queue), channel.told(put.message, put.due_us - now_us)
-        channel.pgmq.send(name, put.message, **told)
+    def own(
+        self, message: dict[str, Any], *, due_us: int, delivery_id: str | None = None
+    ) -> dict[str, Any]:
+        """Return a message with this package's header."""
+        self.check_settings()
+        delivery_id = delivery_id or str(message["properties"]["delivery_tag"])
+        return wrapped(message, due_ms=milliseconds_up(due_us), delivery_id=delivery_id)
 
 
 class Channel(DelayingChannel, pgmq.Channel):  # type: ignore[misc]
@@ -175,7 +184,7 @@ class PgmqCollecting(Collecting):
         due_us = self.due_of(message)
         if due_us is not None:
             self.delays.check_reach(due_us)
-            message = self.delays.put_of(queue, message, due_us=due_us).message
+            message = self.delays.own(message, due_us=due_us)
         return PlainMessage(queue, message)
 
     def _put_fanout(self, *args: Any, **kwargs: Any) -> None:
@@ -195,9 +204,6 @@ class PgmqOutbox(CallingOutbox[PlainMessage]):
     def __init__(self, client: Any, window: int) -> None:
         super().__init__(client, window)
         self.lost = (*self.lost, *client.recoverable_connection_errors)
-
-    def is_lasting(self, error: BaseException) -> bool:
-        return is_lasting_sql(error) or super().is_lasting(error)
 
     def _packed(self, puts: list[PlainMessage]) -> Iterable[OutboxBatch[PlainMessage]]:
         return (OutboxBatch(puts),)

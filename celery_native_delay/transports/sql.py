@@ -35,12 +35,15 @@ from ..settings import DelaySettings, is_store_url
 from ..store.entry import StoreEntry
 from ..store.interface import Store
 from ..store.opened import store_of
-from ..urls import without_password
 from .aliases import OPTION, originals
 from .interface import AdminPart, Backlog, Told, Wait, WorkerPart
 from .moving import Source
-from .virtual import delays
-from .virtual.channel import DelayingChannel, DelayingTransport, VirtualMessage
+from .virtual.channel import (
+    DelayingChannel,
+    DelayingTransport,
+    VirtualDelays,
+    VirtualMessage,
+)
 from .virtual.moving import StoreSource, VirtualMovingPart
 
 #: Error numbers that mean that the queue's name is wrong, if the folder exists.
@@ -53,7 +56,7 @@ _WRITING_SECONDS = 10.0
 _LOOKED_AT = 10
 
 
-class SqlDelays(delays.VirtualDelays):
+class SqlDelays(VirtualDelays):
     """Knows the store in which all delayed tasks of this broker wait."""
 
     @cached_property
@@ -173,11 +176,6 @@ class StoreDelayingTransport(DelayingTransport):
     def store_url(self, settings: DelaySettings) -> str | None:
         """Return the URL of the store; None if there is none."""
         return settings.store
-
-    def waits_in(self: Any, settings: DelaySettings) -> str:
-        url = self.store_url(settings)
-        where = "native_delay_store, which is not set" if url is None else without_password(url)
-        return f"{settings.namespace} of {where}"
 
 
 class FolderChannel(StoreDelayingChannel):

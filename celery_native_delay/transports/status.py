@@ -1,4 +1,4 @@
-"""The numbers that ``delay status`` shows for Redis and databases, and heartbeats of promoters.
+"""The numbers that ``delay status`` shows for Redis and databases.
 
 A producer logs a warning if messages are overdue and no process has a fresh heartbeat.
 """
@@ -22,12 +22,6 @@ logger = logging.getLogger(__name__)
 
 #: A message overdue for so many seconds means that no promoter moves due messages, or it is stuck.
 PATIENCE_SECONDS = 15.0
-
-#: How many seconds a heartbeat is valid.
-SHOWN_SECONDS = 30
-
-#: Seconds between two heartbeats of a promoter, which may sleep that long.
-SHOW_SECONDS = 10.0
 
 #: Seconds between two checks of a producer.
 LOOK_SECONDS = 60.0
@@ -118,27 +112,6 @@ def refuse_waiting(name: str, census: Any) -> None:
             f"{name}: {census.waiting} message(s) wait and {census.parked} are parked: run this "
             f"again"
         )
-
-
-class Sign:
-    """Writes the heartbeat of a process that moves due messages to queues."""
-
-    def __init__(self, show: Callable[[], object], *errors: type[Exception]) -> None:
-        """*show* writes the heartbeat. Exceptions of the types *errors* are only logged."""
-        self._show = show
-        self._errors = errors
-        self._next_at = 0.0
-
-    def keep_up(self) -> None:
-        """Write this process's heartbeat if the last heartbeat is at least ten seconds old."""
-        now = monotonic()
-        if now < self._next_at:
-            return
-        self._next_at = now + SHOW_SECONDS
-        try:
-            self._show()
-        except self._errors as exc:
-            logger.debug("native delay: this promoter cannot write its heartbeat: %s", exc)
 
 
 #: The time of the next check, by the place where messages wait; infinite after a warning.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from shlex import quote
@@ -32,7 +33,6 @@ from ..settings import DelaySettings
 from ..store.dispatcher import Dispatcher, Publisher, TransactionRelay
 from ..store.entry import StoreEntry
 from ..store.interface import ParkedRow, Row, Store
-from ..urls import is_redis_url
 from ..within import Within
 from .interface import (
     AdminPart,
@@ -107,12 +107,7 @@ class StoringChannel:
 
     def lines(self, settings: DelaySettings) -> RecordedLines:
         """Return the lines of rate-limited tasks; raise NoStore without a store."""
-        store: Any = self.needed_store
-        if not is_redis_url(store.url):
-            return RecordedLines(store.state)
-        from ..rates.in_redis import RedisLines
-
-        return RedisLines(store.client.connection_pool, store.keys, store.where)
+        return RecordedLines(self.needed_store.state)
 
     # --- publishing ------------------------------------------------------------------------
 
@@ -234,7 +229,7 @@ class StoringChannel:
 
     def admin_part(self, settings: DelaySettings) -> AdminPart:
         own = self.own_admin_part(settings)
-        return own if self.store is None else StoreAdminPart(self, settings, own)
+        return own if self.store is None else StoreAdminPart(self, own)
 
 
 #: What publishes the immediate tasks of this process's transactions, by store.
@@ -274,7 +269,7 @@ class StoreWorkerPart(WorkerPart):
     def dangers(self) -> Iterator[Finding]:
         yield from self._store.findings()
         yield from stranded(self._store, WRONG)
-        yield from self._own.dangers()  # last, because RabbitMQ's management API may not answer
+        yield from self._own.dangers()
 
     def put_back(self, waits: Sequence[Wait]) -> list[Exception | None]:
         stored = [wait for wait in waits if self._is_stored(wait)]
@@ -353,9 +348,8 @@ class _Both:
 class StoreAdminPart(AdminPart):
     """The operations of the ``delay`` commands for tasks that wait in a store."""
 
-    def __init__(self, channel: StoringChannel, settings: DelaySettings, own: AdminPart) -> None:
+    def __init__(self, channel: StoringChannel, own: AdminPart) -> None:
         self._channel = channel
-        self._settings = settings
         self._store = channel.needed_store
         self.own = own
         """The part of the broker, in which other tasks wait, or waited before."""
@@ -376,19 +370,17 @@ class StoreAdminPart(AdminPart):
         own = self.own.declare(queues)
         return Told({**told.facts, **own.facts}, [*told.sentences, *own.sentences])
 
-    def verify(self) -> list[Finding]:
-        if self._channel.keeps_all_in_store:
-            return self._store.findings()
-        return _unless_away(self.own.verify) or []
-
-    def examine(self) -> list[Finding]:
+    def examine(self) -> Iterator[Finding]:
         found = self._store.findings()
+        yield from found
         if not any(finding.level == WRONG and finding.check == "store" for finding in found):
-            found += self._status().findings()
-        found += stranded(self._store, ADVICE)
-        if not self._channel.keeps_all_in_store:
-            return found + (_unless_away(self.own.examine) or [])
-        return found + self._left_in_broker(self.in_broker() or 0)
+            yield from self._status().findings()
+        yield from stranded(self._store, ADVICE)
+        if self._channel.keeps_all_in_store:
+            yield from self._left_in_broker(self.in_broker() or 0)
+        else:
+            with suppress(OperationalError):  # the store says enough while the broker is away
+                yield from self.own.examine()
 
     def in_broker(self) -> int | None:
         """Return the number of tasks that wait in the broker itself; None while it is away."""

@@ -21,7 +21,6 @@ from celery.utils.log import get_logger
 from kombu.exceptions import KombuError
 
 from ..errors import (
-    ManagementUnavailable,
     NativeDelayError,
     NotPermitted,
     StoreUnavailable,
@@ -42,9 +41,6 @@ LONGEST_LOOK_SECONDS = 30.0
 #: Number of early tasks put back with one wait for the broker's confirms. A quorum queue's client
 #: delays acknowledgements beyond 32. If the worker then stops, the broker redelivers these tasks.
 BATCH = 32
-
-#: Seconds until the next request to a management API that did not answer.
-_UNAVAILABLE_SECONDS = 600.0
 
 _RETRY_SECONDS = 1.0
 _TRIES = 3
@@ -85,7 +81,6 @@ class Attendant(Thread):
         self._next_look = monotonic()
         #: True before the first look, and after a new binding.
         self._looks_at_once = True
-        self._next_divert = monotonic()
         self._warned = False
 
     # --- called from the consumer's thread ----------------------------------------------
@@ -121,7 +116,6 @@ class Attendant(Thread):
             if batch:
                 self._put_back_or_hold(batch)
             if monotonic() >= self._next_look and not self._stopping.is_set():
-                self._guarded(self._divert)
                 self._guarded(self._rescue)
         self._disconnect()
 
@@ -197,24 +191,10 @@ class Attendant(Thread):
         with suppress(StoreUnavailable):  # the gates log it
             part.sweep()
 
-    def _divert(self) -> None:
-        if monotonic() < self._next_divert:
-            return
-        try:
-            for told in self._part().divert():
-                logger.warning("native delay: %s", told)
-            self._next_divert = monotonic() + LONGEST_LOOK_SECONDS / 2
-        except ManagementUnavailable as exc:
-            logger.debug("native delay: full queues not looked for: %s", exc)
-            self._next_divert = monotonic() + _UNAVAILABLE_SECONDS
-
     def _log_dangers(self) -> None:
-        try:
-            for finding in self._part().dangers():
-                if finding.level == WRONG:
-                    logger.warning("native delay: %s", finding)
-        except ManagementUnavailable as exc:
-            logger.info("native delay: policies not checked: %s", exc)
+        for finding in self._part().dangers():
+            if finding.level == WRONG:
+                logger.warning("native delay: %s", finding)
 
     def _guarded(self, step: Callable[[], T]) -> T | None:
         """Return the result of *step*; None after an error."""

@@ -21,6 +21,7 @@ from ..app.installation import installation_of, keep_celerys_own_off
 from ..app.retrying import teach_tasks
 from ..app.schedules import schedule_records
 from ..errors import NativeDelayError, NoStore, SettingsError, StoreUnavailable, described
+from ..message import Delayed
 from ..settings import DelaySettings
 from ..transports.interface import Promoter, Wait, WorkerPart, lines_of
 from .attendant import Attendant
@@ -130,9 +131,13 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         def has_gates(task: str) -> bool:
             return self._rated is not None or once.concerns(task)
 
+        def is_asked(task: str, delayed: Delayed | None) -> bool:
+            return self._holding.concerns(task) or self._revoked.concerns(delayed)
+
         c.strategies = GatedStrategies(
-            c, passed, self._put_back, self._tallying, has_gates, self._holding.concerns
+            c, passed, self._put_back, self._tallying, has_gates, is_asked
         )
+        c.on_task_request = c.strategies.taking(c.on_task_request)
         if settings.telemetry is not None:
             self._telemetry = Telemetry(installation, c, settings.telemetry)
             self._telemetry.connect()

@@ -8,6 +8,7 @@ and add it to :func:`gates`.
 from __future__ import annotations
 
 from ..due_time import due_us
+from ..message import Delayed
 from ..records.cancelled import was_cancelled
 from ..records.interface import Records
 from ..records.runs import read_run
@@ -90,12 +91,15 @@ class Revoked(StoreGate):
         #: By run: when it was read, and if it was cancelled.
         self._known: dict[str, tuple[int, bool]] = {}
 
+    def concerns(self, delayed: Delayed | None) -> bool:
+        """Return True if the store may know that a task was cancelled while it waited."""
+        return self.state is not None and delayed is not None and not delayed.stored
+
     def __call__(self, arrival: Arrival) -> Ruling | None:
-        delayed, state = arrival.delayed, self.state
+        delayed = arrival.delayed
         if not arrival.has_headers:
             return None
-        if delayed is None or delayed.stored:
-            state = None
+        state = self.state if self.concerns(delayed) else None
         run = arrival.fields.get(RUN) if self.runs is not None else None
         if state is None and not isinstance(run, str):
             return None

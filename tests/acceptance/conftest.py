@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from selenium.webdriver import Chrome
 
-from celery_native_delay.testing import PrivateRedis, private_redis
+from celery_native_delay.testing import PrivateRedis, private_redis, vhost_name
 from tests.acceptance.flower import browser
 from tests.acceptance.worker import FEW_LEVELS, Fleet, fleet_on
+from tests.brokers import installed_rabbitmq
+from tests.conformance.brokers import options_of, running_broker, settings_of
+from tests.postgresql import private_postgresql
 
 
 @pytest.fixture
@@ -20,6 +25,41 @@ def fleet(vhost_url: str, tmp_path: Path) -> Iterator[Fleet]:
         vhost_url, tmp_path, native_delay_levels=FEW_LEVELS, native_delay_fused_bits=0
     ) as fleet:
         yield fleet
+
+
+@pytest.fixture
+def fleet_at(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Fleet]]:
+    """Returns a fleet at a place: "redis", "filesystem", "sqla", or RabbitMQ with a store.
+
+    The version and the store of RabbitMQ follow dashes, as in "rabbitmq-4.3-postgresql".
+    """
+    with ExitStack() as stack:
+
+        def store_at(kind: str) -> str:
+            if kind == "redis":
+                return str(request.getfixturevalue("store_redis").url)
+            if kind == "postgresql":
+                return stack.enter_context(private_postgresql()).new_database()
+            return f"sqlite:///{tmp_path}/store.db"
+
+        def fleet_at(place: str, **conf: Any) -> Fleet:
+            match place.split("-"):
+                case ["rabbitmq", version, store]:
+                    running = request.getfixturevalue("running_rabbitmq")
+                    rabbitmq = running(installed_rabbitmq(version))
+                    url = rabbitmq.new_vhost()
+                    stack.callback(rabbitmq.delete_vhost, vhost_name(url))
+                    conf["native_delay_store"] = store_at(store)
+                    conf.setdefault("native_delay_levels", FEW_LEVELS)
+                case ["redis"]:
+                    url = store_at("redis")
+                case _:
+                    url = stack.enter_context(running_broker(place, pytest.fail)).new_space()
+                    conf["broker_transport_options"] = options_of(url)
+                    conf |= {f"native_delay_{key}": each for key, each in settings_of(url).items()}
+            return stack.enter_context(fleet_on(url, tmp_path, **conf))
+
+        yield fleet_at
 
 
 @pytest.fixture(scope="module")

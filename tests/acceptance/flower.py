@@ -20,7 +20,7 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pytest
-from selenium.webdriver import Chrome, ChromeOptions
+from selenium.webdriver import ActionChains, Chrome, ChromeOptions, Keys
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
@@ -295,6 +295,95 @@ class DelaysPage:
     def complaints(self) -> list[str]:
         """Errors in the browser's console."""
         return [entry["message"] for entry in self.chrome.get_log("browser")]
+
+
+class RatesPage(DelaysPage):
+    """The page Rates."""
+
+    path_of_page = "/delays/rates"
+
+    def rows(self) -> list[list[str]]:
+        """The cell texts of the first rows of the table."""
+        found: list[list[str]] = self.chrome.execute_script(
+            "return Array.from(document.querySelectorAll('#rates-table tbody tr')).map(row =>"
+            " Array.from(row.cells).map(cell => cell.textContent.replace(/\\s+/g, ' ').trim()))"
+        )
+        return found
+
+    def search(self, text: str) -> None:
+        box = self.find("#rates-table_filter input")
+        box.clear()
+        box.send_keys(text)
+
+
+class RunsPage(DelaysPage):
+    """The page Runs."""
+
+    path_of_page = "/delays/runs"
+
+    def row(self, css: str) -> list[str]:
+        """The cell texts of a run, without its buttons; Began is left out."""
+        found: list[str] = self.chrome.execute_script(
+            "const row = document.querySelector(arguments[0]);"
+            "return row ? [...row.cells].map((cell) => cell.textContent.trim()) : []",
+            css,
+        )
+        return found[:2] + found[3:9]
+
+    def dialog_is_open(self, css: str = "#runs-dialog") -> bool:
+        return super().dialog_is_open(css)
+
+
+class SchedulesPage(DelaysPage):
+    """The page Schedules."""
+
+    path_of_page = "/delays/schedules"
+
+    def row(self, name: str) -> list[str]:
+        """The cell texts of an entry."""
+        found: list[str] = self.chrome.execute_script(
+            "const row = document.getElementById('entry-' + encodeURIComponent(arguments[0]));"
+            "return row ? [...row.cells].map(c => c.textContent.replace(/\\s+/g, ' ').trim()) : []",
+            name,
+        )
+        return found
+
+    def press(self, name: str, verb: str, key: str = Keys.ENTER) -> None:
+        """Press a button of an entry with the keyboard; try again if the press missed the button.
+
+        The page may redraw the table in between, and then moves the focus to the new button.
+        """
+        self.chrome.execute_script(
+            "const [name, verb] = arguments; window.pressed = false;"
+            "document.addEventListener('click', (event) => {"
+            "  const row = document.getElementById('entry-' + encodeURIComponent(name));"
+            "  const button = row && row.querySelector(`[data-change=${verb}]`);"
+            "  if (button && button.contains(event.target)) window.pressed = true;"
+            "}, true)",
+            name,
+            verb,
+        )
+
+        def pressed() -> bool:
+            focused = self.chrome.execute_script(
+                "const row = document.getElementById('entry-' + encodeURIComponent(arguments[0]));"
+                "const found = row && row.querySelector(`[data-change=${arguments[1]}]`);"
+                "if (found) found.focus(); return Boolean(found)",
+                name,
+                verb,
+            )
+            if focused:
+                ActionChains(self.chrome).send_keys(key).perform()
+            return bool(self.chrome.execute_script("return window.pressed"))
+
+        self.wait(pressed)
+
+    def asks(self) -> bool:
+        return self.dialog_is_open("#schedules-dialog")
+
+    def question(self) -> str:
+        self.wait(self.asks)
+        return self.text("#schedules-question")
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -17,9 +17,9 @@ from celery import Celery, chain, chord
 
 from celery_native_delay import Delay
 from celery_native_delay.bulk import bulk
-from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis, private_redis, vhost_name
+from celery_native_delay.testing import PrivateRedis, private_redis
 from tests.acceptance.worker import Fleet, fleet_on
-from tests.brokers import ON_SYSTEM, in_ci, installed_rabbitmq, on_one_version
+from tests.brokers import ON_SYSTEM, in_ci, on_one_version
 from tests.traffic import beside
 from tests.waiting import SLOWNESS, wait_until
 
@@ -34,31 +34,20 @@ pytestmark = [
 WAIT_SECONDS = 6.0 * SLOWNESS
 
 
-@pytest.fixture(params=[ON_SYSTEM, in_ci("redis")])
+@pytest.fixture(params=[f"{ON_SYSTEM.id}-redis", in_ci("redis")])
 def fleet(
     request: pytest.FixtureRequest,
-    running_rabbitmq: Any,
+    fleet_at: Callable[..., Fleet],
     store_redis: PrivateRedis,
-    tmp_path: Path,
 ) -> Iterator[Fleet]:
-    """A fleet on RabbitMQ with a store, or on Redis.
-
-    Results are in another database of that Redis.
-    """
-    conf = {
-        "result_backend": store_redis.url.replace("/0", "/1"),
+    """Results are in another database of the Redis in which the tasks wait."""
+    yield fleet_at(
+        request.param,
+        native_delay_levels=16,  # two hours
+        result_backend=store_redis.url.replace("/0", "/1"),
         # Without it, a result deleted after the server would try to unsubscribe for minutes.
-        "result_backend_transport_options": {"retry_policy": {"max_retries": 1}},
-    }
-    if request.param == "redis":
-        with fleet_on(store_redis.url, tmp_path, **conf) as fleet:
-            yield fleet
-    else:
-        rabbitmq: PrivateRabbitMQ = running_rabbitmq(installed_rabbitmq(request.param))
-        url = rabbitmq.new_vhost()
-        with fleet_on(url, tmp_path, native_delay_store=store_redis.url, **conf) as fleet:
-            yield fleet
-        rabbitmq.delete_vhost(vhost_name(url))
+        result_backend_transport_options={"retry_policy": {"max_retries": 1}},
+    )
     gc.collect()  # results unsubscribe
 
 
@@ -168,24 +157,6 @@ def test_exactly_the_hundred_cancelled_of_a_thousand_tasks_do_not_run(
     wait_until(lambda: Delay(app).count() == 0)
     worker.stop()
     assert fleet.depth("default") == 0
-
-
-def test_a_task_tells_its_story_from_its_wait_to_its_end(fleet: Fleet) -> None:
-    """Who sent it, where it waits, what is wrong; which worker has it; how it ended."""
-    app = fleet.app()
-    delay = Delay(app)
-    failing = app.send_task("hold", ("no number",), countdown=1, task_id="failing")
-    sender, waits = delay.story("failing")[:2]
-    assert sender.startswith("sent by gen")
-    assert (" for the queue default, due in " in waits) != ("due since" in waits)
-    wait_until(lambda: any("promotes" in said for said in delay.story("failing")))
-    fleet.worker(name="first")
-    wait_until(failing.ready)
-    assert delay.story("failing")[-1].startswith("its result is FAILURE at 20")
-    app.send_task("hold", (3 * WAIT_SECONDS,), task_id="running")
-    wait_until(lambda: "has it: active since 20" in " ".join(delay.story("running")))
-    assert "the worker first-" in " ".join(delay.story("running"))
-    assert "not found. It may be" in delay.story("unknown")[0]
 
 
 def test_a_rescheduled_task_runs_once_at_the_last_accepted_time(fleet: Fleet) -> None:

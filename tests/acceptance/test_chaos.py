@@ -50,7 +50,6 @@ def test_all_promises_hold_while_the_broker_fails(
         outcome = run(found, Plan(SEED, MINUTES, RATE, faults), folders[1])
     assert not outcome.judgement.forbidden, findings_as_text(outcome)
     assert outcome.judgement.ran > 100
-    assert outcome.entries is not None
     assert outcome.entries.ran > 100
     # On a busy machine, a worker may hold a message longer than Redis's visibility timeout.
     never = {*FORBIDDEN} - {Verdict.DOUBLED_IN_CALM}

@@ -9,7 +9,7 @@ from time import monotonic, sleep
 from typing import Any
 
 import pytest
-from celery import Celery, chain, chord, group
+from celery import Celery, chain, chord
 from celery.contrib.testing.worker import start_worker
 from celery.exceptions import Ignore, Reject
 
@@ -75,10 +75,6 @@ def new_app(**settings: Any) -> tuple[Celery, dict[str, list[Any]]]:
         ran[case].append(what)
         return what
 
-    @task(acks_late=True)
-    def late_ack(case: str, what: Any) -> None:
-        ran[case].append(what)
-
     @task()
     def rated(case: str, what: Any) -> None:
         ran[case].append(what)
@@ -100,32 +96,15 @@ def new_app(**settings: Any) -> tuple[Celery, dict[str, list[Any]]]:
         ran[case].append(("try", self.request.retries))
         raise self.retry(countdown=UNIT, max_retries=1, exc=LookupError(what))
 
-    @task(autoretry_for=(LookupError,), retry_kwargs={"countdown": UNIT, "max_retries": 2})
-    def automatic(case: str, what: Any) -> None:
-        ran[case].append(what)
-        if len(ran[case]) < 3:
-            raise LookupError(what)
-
     @task()
     def fail(case: str, what: Any) -> None:
         ran[case].append(what)
         raise LookupError(what)
 
-    @task()
-    def send_another(case: str, what: Any) -> None:
-        ran[case].append("sender")
-        note.apply_async((case, what), countdown=UNIT)
-
     @task(bind=True)
     def replaces_itself(self: Any, case: str, what: Any) -> None:
         ran[case].append("replaced")
         raise self.replace(note.si(case, what).set(countdown=UNIT))
-
-    @task(bind=True)
-    def ticking(self: Any, case: str, ticks: int) -> None:
-        ran[case].append(ticks)
-        if ticks > 1:
-            self.apply_async((case, ticks - 1), countdown=UNIT)
 
     @task()
     def ignores(case: str, what: Any) -> None:
@@ -137,10 +116,6 @@ def new_app(**settings: Any) -> tuple[Celery, dict[str, list[Any]]]:
         ran[case].append(what)
         if len(ran[case]) < 3:
             raise Reject(what, requeue=True)
-
-    @task()
-    def cancels(case: str, task_id: str) -> None:
-        ran[case].append(bool(Delay(app).cancel(task_id)))
 
     @task(bind=True)
     def calls_unique(self: Any, case: str, what: Any) -> None:
@@ -162,13 +137,6 @@ def new_app(**settings: Any) -> tuple[Celery, dict[str, list[Any]]]:
 
 
 @scenario
-def tasks_without_countdown(stage: Stage) -> Iterator[float]:
-    for what in "abc":
-        stage.send(what)
-    yield 0
-
-
-@scenario
 def countdowns(stage: Stage) -> Iterator[float]:
     for units in (3, 1, 2):
         stage.send(units, units=units)
@@ -184,13 +152,6 @@ def an_eta(stage: Stage) -> Iterator[float]:
 
 
 @scenario
-def an_eta_in_the_past(stage: Stage) -> Iterator[float]:
-    stage.send("later", units=1)
-    stage.s("past").apply_async(eta=datetime.now(UTC) - timedelta(days=1))
-    yield 0
-
-
-@scenario
 def an_immediate_task_overtakes(stage: Stage) -> Iterator[float]:
     stage.send("late", units=2)
     yield 1
@@ -202,13 +163,6 @@ def queues(stage: Stage) -> Iterator[float]:
     stage.send("second", units=2, queue="side")
     stage.send("first", units=1)
     stage.send("third", units=3, queue="side")
-    yield 0
-
-
-@scenario
-def late_acknowledgement(stage: Stage) -> Iterator[float]:
-    stage.send("second", task="late_ack", units=2)
-    stage.send("first", task="late_ack", units=1)
     yield 0
 
 
@@ -239,29 +193,10 @@ def retries_that_end(stage: Stage) -> Iterator[float]:
 
 
 @scenario
-def automatic_retries(stage: Stage) -> Iterator[float]:
-    stage.send("x", task="automatic", units=1)
-    stage.send("later", units=6)
-    yield 0
-
-
-@scenario
 def a_chain(stage: Stage) -> Iterator[float]:
     chain(stage.s("a", units=1), stage.s("b", units=2), stage.s("c")).apply_async()
     yield 2
     stage.log.append("between")
-
-
-@scenario
-def a_group(stage: Stage) -> Iterator[float]:
-    group(stage.s(units, units=units) for units in (3, 1, 2)).apply_async()
-    yield 0
-
-
-@scenario
-def a_chord(stage: Stage) -> Iterator[float]:
-    chord([stage.s(1, units=1), stage.s(2, units=2)], stage.s("body")).apply_async()
-    yield 0
 
 
 @scenario
@@ -286,21 +221,8 @@ def callbacks(stage: Stage) -> Iterator[float]:
 
 
 @scenario
-def a_task_that_sends_another(stage: Stage) -> Iterator[float]:
-    stage.send("sent", task="send_another", units=1)
-    stage.send("between", units=1.5)
-    yield 0
-
-
-@scenario
 def a_task_that_replaces_itself(stage: Stage) -> Iterator[float]:
     stage.send("instead", task="replaces_itself", units=1)
-    yield 0
-
-
-@scenario
-def a_task_that_repeats_itself(stage: Stage) -> Iterator[float]:
-    stage.send(4, task="ticking", units=1)
     yield 0
 
 
@@ -333,22 +255,6 @@ def a_cancelled_task(stage: Stage) -> Iterator[float]:
 
 
 @scenario
-def a_revoked_task(stage: Stage) -> Iterator[float]:
-    result = stage.send("never", units=2)
-    yield 1
-    result.revoke()
-    yield 3
-    stage.log.append(result.state)
-
-
-@scenario
-def a_task_that_cancels_another(stage: Stage) -> Iterator[float]:
-    result = stage.send("never", units=3)
-    stage.send(result.id, task="cancels", units=1)
-    yield 0
-
-
-@scenario
 def a_cancelled_part_of_a_chain(stage: Stage) -> Iterator[float]:
     result = chain(stage.s("a", units=1), stage.s("b", units=2), stage.s("c")).apply_async()
     yield 2
@@ -366,14 +272,6 @@ def a_task_moved_back(stage: Stage) -> Iterator[float]:
     stage.send("other", units=3)
     yield 1
     stage.delay.reschedule(result.id, countdown=3 * UNIT)
-
-
-@scenario
-def a_task_moved_forward(stage: Stage) -> Iterator[float]:
-    result = stage.send("moved", units=8)
-    stage.send("other", units=3)
-    yield 1
-    stage.delay.reschedule(result.id, countdown=UNIT)
 
 
 @scenario
@@ -404,16 +302,6 @@ def debounce_with_a_limit(stage: Stage) -> Iterator[float]:
             stage.s(what), key=stage.name, seconds=2 * UNIT, max_wait_seconds=3.5 * UNIT
         )
         yield 1
-
-
-@scenario
-def throttle(stage: Stage) -> Iterator[float]:
-    created = []
-    for what in "abcd":
-        result = stage.delay.throttle(stage.s(what), key=stage.name, seconds=2.5 * UNIT)
-        created.append(result.created)
-        yield 1
-    stage.log.append(created)
 
 
 @scenario
@@ -464,13 +352,6 @@ def a_rate_after_a_countdown(stage: Stage) -> Iterator[float]:
     stage.send("second", task="rated", units=2)
     stage.send("first", task="rated", units=1)
     yield 0
-
-
-@scenario
-def a_cancelled_task_with_a_rate(stage: Stage) -> Iterator[float]:
-    results = [stage.send(what, task="rated") for what in "abc"]
-    yield 1
-    stage.log.append(bool(stage.delay.cancel(results[1].id)))
 
 
 @scenario

@@ -5,21 +5,18 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import closing
 from copy import copy
 from pathlib import Path
 from typing import Any
 
-import pytest
 from celery import Celery
 from kombu import Connection
 
-from celery_native_delay import NotDeclared
 from celery_native_delay.app.installation import admin_part
 from celery_native_delay.testing import PrivateRabbitMQ
 from celery_native_delay.transports.rabbitmq.topology import Topology
-from tests.acceptance.worker import FEW_LEVELS, Fleet, fleet_on
+from tests.acceptance.worker import FEW_LEVELS, fleet_on
 from tests.brokers import on_one_version
 from tests.documents import ROOT, only
 from tests.waiting import PATIENCE_SECONDS, wait_until
@@ -35,14 +32,6 @@ CONF = {
 QUIET = ("--without-heartbeat",)
 
 
-@pytest.fixture
-def limited(rabbitmq: PrivateRabbitMQ, vhost: str, tmp_path: Path) -> Iterator[Fleet]:
-    """Producers and workers of a user without configure permission."""
-    url = rabbitmq.add_user(f"limited-{vhost}", "secret", configure="", vhost=vhost)
-    with fleet_on(url, tmp_path, **CONF, worker_enable_remote_control=False) as fleet:
-        yield fleet
-
-
 def declare(url: str, app: Celery) -> Topology:
     """Declare what *app* needs, as the administrator of *url*; returns the plan."""
     queues = list(app.amqp.queues.values())
@@ -54,36 +43,6 @@ def declare(url: str, app: Celery) -> Topology:
     with app.connection_for_write(url) as connection:
         admin_part(app, connection).declare(queues)
     return Topology(app._native_delay.settings())
-
-
-@on_one_version
-def test_users_without_configure_permission_delay_and_run_tasks(
-    rabbitmq: PrivateRabbitMQ, vhost: str, vhost_url: str, limited: Fleet
-) -> None:
-    """Through every kind of exchange, and a retry in the worker."""
-    app = limited.app()
-    with pytest.raises(NotDeclared, match="delay declare"):
-        app.send_task("note", countdown=1)
-    declare(vhost_url, app)
-    there = {queue["name"] for queue in rabbitmq.queues(vhost)}
-    limited.worker(more=QUIET).wait_for_log("native delay:", "found declared")
-    sent = [
-        app.send_task(name, args, countdown=1, **route).id
-        for name, args, route in (
-            ("note", ("by name",), {}),
-            ("note", ("topic",), {"queue": "orders", "routing_key": "orders.new"}),
-            ("note", ("direct",), {"queue": "invoices"}),
-            ("note", ("fanout",), {"queue": "news"}),
-            ("again", (1, 1), {"queue": "side"}),
-        )
-    ]
-    runs = limited.record.wait_for_ids(sent)
-    for task_id in sent:
-        run = runs[task_id][0]
-        assert run.due is not None
-        run.assert_on_time(run.due)
-    limited.record.wait_for(2, task_id=sent[-1])
-    assert {queue["name"] for queue in rabbitmq.queues(vhost)} == there
 
 
 def permissions_of_the_guide() -> dict[str, dict[str, str]]:
@@ -102,7 +61,7 @@ def permissions_of_the_guide() -> dict[str, dict[str, str]]:
 def test_the_permissions_of_the_guide_are_enough(
     rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str, tmp_path: Path
 ) -> None:
-    """Also for remote control, and for parked tasks whose queue is not bound."""
+    """Every kind of exchange, remote control, and parked tasks whose queue is not bound."""
     urls = {
         who: rabbitmq.add_user(
             f"{who}-{vhost}",
@@ -124,7 +83,8 @@ def test_the_permissions_of_the_guide_are_enough(
             channel = admin.default_channel
             pattern = topology.delivery_pattern("%.side")
             channel.queue_unbind("side", topology.delivery_exchange, pattern)
-            routes = [{}, {"queue": "news"}, {"queue": "side"}]
+            routes = [{"queue": name} for name in ("default", "side", "invoices", "news")]
+            routes.append({"queue": "orders", "routing_key": "orders.new"})
             sent = [app.send_task("note", countdown=0.5, **route).id for route in routes]
             wait_until(lambda: channel.queue_declare(topology.parking_queue, passive=True)[1] == 1)
         worker = fleet.worker(broker_url=urls["workers"])

@@ -43,8 +43,6 @@ from tests.waiting import PATIENCE_SECONDS, wait_until
 
 pytest_plugins = ["pytester"]
 
-CELERY = str(Path(sys.executable).with_name("celery"))
-
 #: A shell command and the comment after it.
 CONSOLE_LINES = [
     (str(example), line)
@@ -69,13 +67,6 @@ def test_every_python_example_is_run_by_a_test() -> None:
             assert example.name in asked, f"{example} has no name that a test asks for"
         else:
             assert example.language in ("console", "text") or example.language.startswith("{")
-
-
-@pytest.fixture
-def shop(tmp_path: Path) -> Path:
-    """A folder with the documentation's first app as shop.py."""
-    (tmp_path / "shop.py").write_text(only("celery").text)
-    return tmp_path
 
 
 def output(folder: Path, *command: str) -> str:
@@ -385,14 +376,6 @@ def test_documented_settings_are_accepted(example: Example) -> None:
     assert installation_of(app).settings() != DelaySettings()
 
 
-def test_an_app_that_may_not_declare_works_as_shown() -> None:
-    app = Celery("shop", broker="amqp://", set_as_current=False)
-    exec(only("declare-off").text, {"app": app})
-    install(app)
-    assert installation_of(app).settings() == DelaySettings(declare=False)
-    assert app.amqp.queues["orders"].no_declare
-
-
 def test_settings_are_taken_from_the_configuration_and_from_keywords() -> None:
     names: dict[str, Any] = {"Celery": Celery, "install": install}
     exec(only("settings-both").text, names)
@@ -470,12 +453,6 @@ def test_the_first_five_minutes_work_as_shown(
             said("celery -A shop delay doctor")
 
 
-def test_the_delay_commands_are_subcommands_of_celery(shop: Path) -> None:
-    text = output(shop, CELERY, "-A", "shop", "delay", "--help")
-    for name in delay.commands:
-        assert re.search(rf"^ +{name} ", text, re.M), text
-
-
 @lines_of("celery ")
 def test_every_celery_command_exists_with_its_options(line: str) -> None:
     line = re.sub(r" > .*| -A shop| -b \S+", "", line)
@@ -497,15 +474,6 @@ def test_every_delay_command_in_a_sentence_exists() -> None:
     words = r"`(?:celery -A \w+ )?delay\s+([a-z-]+)"
     named = {name for page in PAGES for name in re.findall(words, page.read_text())}
     assert named - set(delay.commands) == {"capacity"}
-
-
-def test_the_plans_shown_are_what_the_command_prints(shop: Path) -> None:
-    consoles = [example.text for example in EXAMPLES if example.language == "console"]
-    plans = [text for text in consoles if re.match(r"\$ celery -A shop delay plan .*\n[^$]", text)]
-    assert len(plans) == 2
-    for text in plans:
-        line, _, said = text.partition("\n")
-        assert output(shop, CELERY, *shlex.split(line)[2:]) == said
 
 
 @lines_of("pip ")

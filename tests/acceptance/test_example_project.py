@@ -7,9 +7,7 @@ import re
 import signal
 import subprocess
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -20,17 +18,6 @@ from pytest_celery_native_delay import installed
 from tests.acceptance.worker import REPOSITORY
 from tests.brokers import in_ci
 from tests.waiting import PATIENCE_SECONDS
-
-
-def test_a_reminder_is_sent_for_two_days_before_the_delivery(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from example_project.tasks import remind, remind_before_delivery
-
-    sent: list[dict[str, Any]] = []
-    monkeypatch.setattr(remind, "apply_async", lambda *_, **options: sent.append(options))
-    remind_before_delivery(7, datetime(2026, 11, 22, 9, tzinfo=UTC))
-    assert sent == [{"eta": datetime(2026, 11, 20, 9, tzinfo=UTC)}]
 
 
 @pytest.fixture(params=["rabbitmq", in_ci("embedded"), in_ci("sqs")])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from time import time
 from typing import Any
@@ -139,62 +138,7 @@ def wait_for_exchange(url: str, exchange: str | None) -> bool:
     return exchange is None or wait_until(exists)
 
 
-@on_one_version
-def test_tasks_sent_before_the_first_worker_starts(fleet: Fleet) -> None:
-    """The producer declares the levels and the task queue, so the tasks wait for the worker."""
-    app = fleet.app()
-    routes: list[dict[str, Any]] = [{}, {"queue": "side"}, {"queue": "orders"}, {"queue": "news"}]
-    sent = dict(send(app, countdown, **route) for route in routes for countdown in (0.3, 6))
-    fleet.worker()
-    runs = fleet.record.wait_for_ids(list(sent))
-    for task_id, due in sent.items():
-        (run,) = runs[task_id]
-        assert run.early(due) <= 0.001
-        run.assert_on_time(due)
-
-
-@on_one_version
-def test_tasks_to_a_deleted_queue_park_and_come_back(fleet: Fleet) -> None:
-    """Parked tasks delay no other task, and run as soon as a worker for their queue starts."""
-    fleet.worker(name="steady", queues="default")
-    app = fleet.app()
-    send(app, 600, queue="side")  # declares
-    delete_queue(fleet, "side")
-    lost = dict(send(app, 2 + number * 0.01, "lost", queue="side") for number in range(100))
-    correct = dict(send(app, 2 + number * 0.1) for number in range(20))
-
-    # They come while the lost ones stay where they are.
-    runs = fleet.record.wait_for_ids(list(correct))
-    for task_id, due in correct.items():
-        (run,) = runs[task_id]
-        run.assert_on_time(due)
-
-    wait_until(lambda: fleet.depth(PARKED) == 100)
-    fleet.worker(name="returned", queues="side")
-    runs = fleet.record.wait_for_ids(list(lost))
-    (undelayed,) = fleet.record.wait_for(task_id=send(app, 0, "now", queue="side")[0])
-    for task_id, due in lost.items():
-        (run,) = runs[task_id]
-        assert run.early(due) <= 0.001
-        assert run.worker.startswith("returned")
-        assert run.delivery_info == undelayed.delivery_info
-    assert fleet.depth(PARKED) == 0
-
-
 LEVEL = f"celery_delay.v1.{FEW_LEVELS}x125ms.f0.quorum.level-{{}}"
-
-
-@on_one_version
-def test_a_level_queue_deleted_before_the_task_is_sent(fleet: Fleet) -> None:
-    """The producer notices the missing queue, declares it and publishes again."""
-    fleet.worker()
-    app = fleet.app()
-    probe, _ = send(app, 0.3)
-    fleet.record.wait_for(task_id=probe)
-    delete_queue(fleet, LEVEL.format("03"))
-    task_id, due = send(app, 1)  # 1000 in units of 125 ms
-    (run,) = fleet.record.wait_for(task_id=task_id)
-    run.assert_on_time(due)
 
 
 @on_one_version
@@ -220,20 +164,3 @@ def test_a_level_queue_deleted_while_the_task_waits(fleet: Fleet) -> None:
 def delete_queue(fleet: Fleet, queue: str) -> None:
     with Connection(fleet.broker_url) as connection:
         connection.default_channel.queue_delete(queue)
-
-
-@on_one_version
-@pytest.mark.ci
-def test_the_broker_is_down(mortal_rabbitmq: PrivateRabbitMQ, own_fleet: Fleet) -> None:
-    """While the broker is down, sending a delayed task fails as sending an immediate one does."""
-    app = own_fleet.app(broker_connection_timeout=1)
-    note = app.tasks["note"]
-    send(app, 60)
-    mortal_rabbitmq.kill()
-    errors = []
-    for options in ({}, {"countdown": 1}):
-        attempt = partial(note.apply_async, ("x",), retry=False, **options)
-        with pytest.raises(note.OperationalError) as caught:
-            attempt()
-        errors.append(type(caught.value))
-    assert errors[0] is errors[1]

@@ -249,11 +249,6 @@ def test_times_show_their_zone(delay: Delay, chrome: Chrome, flower: FlowerProce
     page.click(".delays-bar")
     page.wait(lambda: page.text("#delays-filter-text").count(" CEST") == 2)
 
-    page.click("tbody tr:first-child [data-why]")
-    page.wait(lambda: "waits in" in page.text("#delays-story-list"))
-    assert UUID in page.text("#delays-story-title")
-    page.click("#delays-story-dialog .btn-close")
-    page.wait(lambda: not page.dialog_is_open("#delays-story-dialog"))
     page.choose("tbody tr:first-child", "[data-one=reschedule]")
     page.question()
     assert page.text("#delays-when-help").endswith("in Europe/Berlin.")
@@ -295,27 +290,6 @@ def test_overdue_tasks_are_explained_and_do_not_hide_the_next_due_time(
     delay.cancel_all(delay.ids())
 
 
-@pytest.mark.parametrize(
-    ("enable_utc", "shown"),
-    [(True, "2030-06-30 22:30:00 UTC"), (False, "2030-07-01 07:30:00 JST")],
-)
-def test_without_a_zone_of_the_app_times_are_in_celerys(
-    app: Celery,
-    delay: Delay,
-    chrome: Chrome,
-    tmp_path_factory: pytest.TempPathFactory,
-    enable_utc: bool,
-    shown: str,
-) -> None:
-    """In UTC, or with ``enable_utc = False`` in the time zone of the machine, as in commands."""
-    folder = tmp_path_factory.mktemp("flower")
-    conf = {"timezone": None, "enable_utc": enable_utc}
-    with fleet_on(app.conf.broker_url, folder, **conf) as fleet, flowers_on(fleet) as some:
-        page = DelaysPage(chrome, some.start(TZ="Asia/Tokyo"))
-        page.lists(TASKS)
-        assert shown in page.text("#delays-table tbody tr:first-child time")
-
-
 def test_control_characters_are_escaped(
     app: Celery, delay: Delay, chrome: Chrome, flower: FlowerProcess
 ) -> None:
@@ -348,33 +322,6 @@ def test_the_key_of_a_task_is_shown_and_searched(
     assert raw_in(chrome, "document.querySelector('#delays-page')") == []
     page.search("name:note")
     page.lists(TASKS * 2 // 3 + 1)
-
-
-@pytest.mark.parametrize(
-    ("verb", "one", "many"),
-    [
-        ("cancel", "It will never run; its result becomes", "They will never run; their results"),
-        ("reschedule", "It becomes due at this time.", "All of them become due at the same time."),
-        ("run-now", "It goes to its queue at once.", "They go to their queues at once."),
-    ],
-)
-def test_the_dialog_about_one_task_uses_the_singular(
-    delay: Delay, chrome: Chrome, flower: FlowerProcess, verb: str, one: str, many: str
-) -> None:
-    page = DelaysPage(chrome, flower)
-    page.lists(TASKS)
-    page.click("tbody tr:first-child .delays-box")
-    page.wait(lambda: page.text("#delays-selected") == "1 task selected")
-    page.click(f"[data-change={verb}]")
-    assert "1 task" in page.question()
-    assert page.text("#delays-consequence").startswith(one)
-    page.click("#delays-no")
-    page.wait(lambda: not page.dialog_is_open())
-    page.click("#delays-page-box")
-    page.wait(lambda: page.text("#delays-selected") == "15 tasks selected")
-    page.click(f"[data-change={verb}]")
-    assert "15 tasks" in page.question()
-    assert page.text("#delays-consequence").startswith(many)
 
 
 # ---- private ---------------------------------------------------------------------------------

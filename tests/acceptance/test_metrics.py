@@ -5,20 +5,25 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from time import time
+from typing import Any
+from urllib.error import URLError
+from urllib.parse import quote, urlsplit
+from urllib.request import urlopen
 
 import pytest
-from kombu import Queue
+from prometheus_client.parser import text_string_to_metric_families
 
 from celery_native_delay import Delay
 from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis, private_redis, vhost_name
-from tests.acceptance.exporter import Exporter, exporter_of
-from tests.acceptance.prometheus import program, prometheus_of
+from celery_native_delay.testing.processes import claim_ports, port_of
+from pytest_celery_native_delay import IN_CI
 from tests.acceptance.worker import Fleet, fleet_on
 from tests.brokers import on_one_version
 from tests.hanging import hung
@@ -26,6 +31,136 @@ from tests.lines import fill
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
 MONITORING = Path(__file__).parents[2] / "monitoring"
+
+
+# ---- the exporter, and Prometheus ------------------------------------------------------------
+
+
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+@dataclass
+class Exporter:
+    """A running exporter process."""
+
+    url: str
+
+    def samples(self) -> Samples:
+        """All samples of this package that it serves now, by name and labels."""
+        with urlopen(self.url, timeout=PATIENCE_SECONDS) as answer:
+            families = text_string_to_metric_families(answer.read().decode())
+        return {
+            (sample.name, frozenset(sample.labels.items())): sample.value
+            for family in families
+            for sample in family.samples
+            if family.name.startswith("celery_delay")
+        }
+
+    def value(self, name: str, **labels: str) -> float | None:
+        """The value of one sample of this package; None if it is not served."""
+        return self.samples().get((f"celery_delay_{name}", frozenset(labels.items())))
+
+    def wait_for(
+        self, name: str, expected: float | Callable[[float | None], bool] | None, **labels: str
+    ) -> None:
+        """Wait until a sample has the value *expected*; None waits until it is not served."""
+
+        def as_expected() -> bool:
+            value = self.value(name, **labels)
+            return expected(value) if callable(expected) else value == expected
+
+        try:
+            wait_until(as_expected)
+        except BaseException as exc:
+            exc.add_note(f"{name} {labels} is {self.value(name, **labels)}")
+            raise
+
+
+@contextmanager
+def exporter_of(fleet: Fleet, **conf: Any) -> Iterator[Exporter]:
+    """An exporter on the broker of *fleet*; SIGTERM ends it at the end of the block."""
+    options = ["--port=0", "--interval=0.3", "--loglevel=INFO", "--json"]
+    exporter = fleet.command("delay", "exporter", *options, **conf)
+    url = wait_until(lambda: re.search(r'"url": "(\S+)"', exporter.log))
+    yield Exporter(url[1])
+    exporter.stop()
+    assert exporter.process.returncode == 0
+
+
+def program(name: str) -> str:
+    """The path of `prometheus` or `promtool`. If it is missing, skip; in CI fail."""
+    path = shutil.which(name)
+    if path is None:
+        missing = f"{name} is missing: install the package prometheus"
+        if IN_CI:
+            pytest.fail(missing, pytrace=False)
+        pytest.skip(missing)
+    return path
+
+
+@dataclass
+class Prometheus:
+    """A running Prometheus server."""
+
+    url: str
+
+    def query(self, expression: str) -> list[dict[str, Any]]:
+        """The current value of *expression*, one dict for each series."""
+        found: list[dict[str, Any]] = self._get(f"query?query={quote(expression)}")["result"]
+        return found
+
+    def rules(self) -> list[dict[str, Any]]:
+        """The rules that the server evaluates, with their health."""
+        return [rule for group in self._get("rules")["groups"] for rule in group["rules"]]
+
+    def is_ready(self) -> bool:
+        """True if the server answers."""
+        try:
+            with urlopen(f"{self.url}/-/ready", timeout=PATIENCE_SECONDS):
+                return True
+        except (URLError, OSError):
+            return False
+
+    def _get(self, path: str) -> Any:
+        with urlopen(f"{self.url}/api/v1/{path}", timeout=PATIENCE_SECONDS) as answer:
+            return json.load(answer)["data"]
+
+
+@contextmanager
+def prometheus_of(exporter_url: str, rules: Path, folder: Path) -> Iterator[Prometheus]:
+    """A Prometheus server that scrapes the exporter every second and evaluates *rules*."""
+    prometheus = program("prometheus")
+    (claim,) = claim_ports(1)
+    address = f"127.0.0.1:{port_of(claim)}"
+    configuration = {
+        "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+        "rule_files": [str(rules)],
+        "scrape_configs": [
+            {
+                "job_name": "celery",
+                "static_configs": [{"targets": [urlsplit(exporter_url).netloc]}],
+            }
+        ],
+    }
+    (folder / "prometheus.yml").write_text(json.dumps(configuration))  # YAML has all of JSON
+    command = [prometheus, f"--config.file={folder / 'prometheus.yml'}"]
+    command += [
+        f"--storage.tsdb.path={folder / 'data'}",
+        f"--web.listen-address={address}",
+    ]
+    with (folder / "prometheus.log").open("wb") as log:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    try:
+        server = Prometheus(f"http://{address}")
+        wait_until(server.is_ready)
+        yield server
+    finally:
+        process.terminate()
+        process.wait(PATIENCE_SECONDS)
+        claim.close()
+
+
+# ---- what they tell ------------------------------------------------------------------------
 
 
 def let_tasks_run_expire_and_be_cancelled(fleet: Fleet, exporter: Exporter) -> None:
@@ -37,44 +172,6 @@ def let_tasks_run_expire_and_be_cancelled(fleet: Fleet, exporter: Exporter) -> N
     assert Delay(app).cancel(note.apply_async(("never",), countdown=3600, queue="side").id)
     for name in ("matured_total", "cancelled_total", "expired_total", "lateness_seconds_count"):
         exporter.wait_for(name, 1, queue_name="side")
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("server_name", ["redis"], indirect=True)
-def test_metrics_of_tasks_on_redis(own_redis: PrivateRedis, tmp_path: Path) -> None:
-    with fleet_on(own_redis.url, tmp_path) as fleet, exporter_of(fleet) as exporter:
-        app = fleet.app()
-        note = app.tasks["note"]
-        exporter.wait_for("broker_up", 1)
-        exporter.wait_for("overdue_seconds", 0)
-        assert exporter.value("next_due_timestamp_seconds") is None
-        assert exporter.value("matured_total", queue_name="side") == 0
-
-        due = time() + 600
-        for number in range(3):
-            note.apply_async((number,), countdown=600 + number)
-        exporter.wait_for("pending", 3)
-        assert exporter.value("store_messages") == 3
-        next_due = exporter.value("next_due_timestamp_seconds")
-        assert next_due is not None
-        assert due <= next_due <= time() + 600
-
-        app.amqp.queues.add(Queue("no-list", routing_key="no-list"))
-        note.apply_async(("parks",), countdown=1, queue="no-list")
-        own_redis.client.set("no-list", "a string")
-        exporter.wait_for("overdue_seconds", lambda value: value is not None and value > 0.5)
-
-        exporter.wait_for("events_up", 1)
-        fleet.worker(pool="threads", more=("-E",), wait=False)
-        exporter.wait_for("parked_messages", 1)
-        exporter.wait_for("overdue_seconds", 0)
-        let_tasks_run_expire_and_be_cancelled(fleet, exporter)
-
-        with hung(own_redis):  # such a server gives no error
-            exporter.wait_for("broker_up", 0)
-            assert exporter.value("pending") is None
-            assert exporter.value("matured_total", queue_name="side") == 1
-        exporter.wait_for("pending", 3)
 
 
 @pytest.mark.parametrize("server_name", ["redis"], indirect=True)
@@ -99,6 +196,9 @@ def test_metrics_of_rates_are_by_task_name(own_redis: PrivateRedis, tmp_path: Pa
         assert exporter.value("rate_lines", task_name="careful") == 1
         assert exporter.value("rate_lines_held", task_name="careful") == 0
         assert exporter.value("rate_starts_total", task_name="hold") == 0
+        with hung(own_redis):  # such a server gives no error
+            exporter.wait_for("broker_up", 0)
+            assert exporter.value("pending") is None
         own_redis.kill()
         exporter.wait_for("rate_waiting", None, task_name="careful")
         assert exporter.value("rate_starts_total", task_name="careful") == 1
@@ -168,20 +268,6 @@ def test_metrics_of_tasks_on_rabbitmq(shop: Shop) -> None:
     assert exporter.value("pending") == 1
     shop.store.start()
     exporter.wait_for("store_up", 1)
-
-
-@pytest.mark.ci
-@on_one_version
-def test_without_store_there_are_no_metrics_of_due_times(shop: Shop) -> None:
-    with exporter_of(shop.fleet, native_delay_store=None) as exporter:
-        exporter.wait_for("pending", 1)
-        for name in (
-            "store_up",
-            "store_messages",
-            "next_due_timestamp_seconds",
-            "overdue_seconds",
-        ):
-            assert exporter.value(name) is None
 
 
 @pytest.mark.ci

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from celery_native_delay.bulk import bulk
-from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis, vhost_name
-from tests.acceptance.worker import FEW_LEVELS, Fleet, fleet_on
-from tests.brokers import in_ci, installed_rabbitmq
+from tests.acceptance.worker import Fleet
+from tests.brokers import ON_SYSTEM, in_ci
 from tests.waiting import wait_until
 
 ONCE = ["note", "careful", "hold", "alone", "killed_after", "mortal"]
@@ -27,24 +26,16 @@ LEASE_SECONDS = 3.0
 DROPPED = "it has run already, and it is once"
 
 
-@pytest.fixture(params=["redis", in_ci("rabbitmq")])
-def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fleet]:
+@pytest.fixture(params=["redis", in_ci(f"{ON_SYSTEM.id}-sqlite")])
+def fleet(request: pytest.FixtureRequest, fleet_at: Callable[..., Fleet]) -> Fleet:
     """On RabbitMQ, the tasks wait in the broker, and the claims are in SQLite."""
     conf: dict[str, Any] = {"native_delay_once": ONCE, "tests_lease_seconds": LEASE_SECONDS}
     if request.param == "redis":
-        redis: PrivateRedis = request.getfixturevalue("store_redis")
         # The next worker delivers a killed worker's messages again when it starts.
         conf["broker_transport_options"] = {"visibility_timeout": 0.1}
-        with fleet_on(redis.url, tmp_path, **conf) as fleet:
-            yield fleet
-        return
-    server: PrivateRabbitMQ = request.getfixturevalue("running_rabbitmq")(installed_rabbitmq())
-    url = server.new_vhost()
-    conf |= {"native_delay_levels": FEW_LEVELS, "native_delay_store_tasks": ["nothing"]}
-    conf["native_delay_store"] = f"sqlite:///{tmp_path}/store.db"
-    with fleet_on(url, tmp_path, **conf) as fleet:
-        yield fleet
-    server.delete_vhost(vhost_name(url))
+    else:
+        conf["native_delay_store_tasks"] = ["nothing"]
+    return fleet_at(request.param, **conf)
 
 
 def phases(fleet: Fleet) -> list[str]:

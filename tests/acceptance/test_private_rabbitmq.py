@@ -37,22 +37,6 @@ def test_a_new_vhost_is_empty_and_its_counts_are_fresh(rabbitmq: PrivateRabbitMQ
 
 
 @on_one_version
-def test_a_user_has_exactly_the_given_permissions(rabbitmq: PrivateRabbitMQ, vhost: str) -> None:
-    url = rabbitmq.add_user("reader@home", "p/w d", configure="^$", vhost=vhost)
-    with Connection(url) as connection, pytest.raises(connection.channel_errors, match="403"):
-        connection.default_channel.queue_declare("mine")
-
-
-@on_one_version
-def test_a_policy_reaches_the_queues(rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str) -> None:
-    with Connection(vhost_url) as connection, connection.SimpleQueue("orders"):
-        rabbitmq.set_policy(vhost, "short", "^orders$", {"max-length": 10})
-        wait_until(lambda: rabbitmq.queues(vhost)[0].get("policy") == "short")
-        rabbitmq.api("DELETE", f"/policies/{vhost}/short")
-    assert rabbitmq.api("GET", f"/policies/{vhost}") == []
-
-
-@on_one_version
 @pytest.mark.ci
 def test_a_node_is_configured_keeps_durable_messages_and_leaves_nothing(
     rabbitmq_version: str,

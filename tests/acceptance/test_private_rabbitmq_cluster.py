@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from time import time
@@ -109,18 +108,6 @@ def test_a_minority_confirms_nothing_until_the_network_is_restored(
     put(majority[0].url_of(vhost_name(vhost)), "meanwhile")
     cluster.heal()
     assert [get(url), get(url)] == ["before", "meanwhile"]
-
-
-def test_a_paused_node_answers_only_when_it_has_resumed(cluster: PrivateRabbitMQCluster) -> None:
-    node = cluster.nodes[2]
-    node.pause()
-    with socket.create_connection((node.ip, node.port), timeout=1) as connection:
-        connection.sendall(b"AMQP\x00\x00\x09\x01")
-        with pytest.raises(TimeoutError):
-            connection.recv(1)
-        node.resume()
-        connection.settimeout(PATIENCE_SECONDS)
-        assert connection.recv(1)
 
 
 @only_root

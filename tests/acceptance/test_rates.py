@@ -11,10 +11,10 @@ import pytest
 from celery.contrib.testing.worker import start_worker
 
 from celery_native_delay import Delay, NoStore, Rate, SettingsError, install
-from celery_native_delay.testing import PrivateRedis, private_redis
+from celery_native_delay.testing import private_redis
 from tests.acceptance.apps.tasks import new_app
 from tests.acceptance.worker import Fleet, fleet_on
-from tests.brokers import in_ci, on_one_version
+from tests.brokers import on_one_version
 from tests.lines import LOOKED_AT, most_in_a_window
 from tests.sentinel import private_sentinel
 from tests.waiting import PATIENCE_SECONDS, wait_until
@@ -94,23 +94,6 @@ def test_rated_tasks_wait_while_the_store_is_unreachable(fleet: Fleet) -> None:
         assert {len(runs[each]) for each in ids} == {1}
         assert len(worker.log_lines("rate-limited tasks wait until the rates can be read")) == 1
         wait_until(lambda: [line.waiting for line in Delay(app).rates()] == [0])
-
-
-@pytest.mark.redis
-@pytest.mark.parametrize("pool", [in_ci("threads"), in_ci("solo"), in_ci("gevent")])
-def test_rates_in_other_pools(store_redis: PrivateRedis, tmp_path: Path, pool: Any) -> None:
-    """Rate-limited tasks that are also delayed."""
-    rates = {"native_delay_rates": {"call_api": {"limit": "40/4s", "key": "tenant", "burst": 3}}}
-    with fleet_on(store_redis.url, tmp_path, **rates) as fleet:
-        app = fleet.app()
-        fleet.worker(pool=pool)
-        ids = [app.send_task("call_api", ("ada", number), countdown=1).id for number in range(30)]
-        runs = fleet.record.wait_for_ids(ids)
-    assert {len(runs[each]) for each in ids} == {1}
-    first_due = runs[ids[0]][0].due
-    assert first_due is not None
-    last = max(run[0].started for run in runs.values())
-    assert last - first_due >= 0.95 * (30 - 3) * 0.1
 
 
 #: Unacknowledged messages of a killed worker come back after seconds, not after an hour.

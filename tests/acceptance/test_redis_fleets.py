@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,10 +12,8 @@ from typing import Any
 import pytest
 
 from celery_native_delay.testing import private_redis, require_redis
-from celery_native_delay.testing.processes import claim_ports, port_of
 from pytest_celery_native_delay import installed
-from tests.acceptance.worker import REPOSITORY, Fleet, fleet_on
-from tests.brokers import in_ci
+from tests.acceptance.worker import Fleet, fleet_on
 from tests.conformance.brokers import options_of, running_broker
 from tests.waiting import PATIENCE_SECONDS
 
@@ -80,56 +76,18 @@ def test_a_killed_worker_does_not_affect_waiting_tasks(fleet: Fleet) -> None:
 # ---- mixed fleets ------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def promote(fleet: Fleet) -> Iterator[subprocess.Popen[str]]:
-    """Run ``celery delay promote`` in a separate process."""
-    process = subprocess.Popen(
-        [
-            *f"{sys.executable} -m celery -A tests.acceptance.apps.installed".split(),
-            *("delay", "promote"),
-        ],
-        cwd=REPOSITORY,
-        env=fleet.environment(),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert "promoting" in process.stdout.readline()
-    yield process
-    process.kill()
-    process.wait(PATIENCE_SECONDS)
-    process.stdout.close()
-
-
 @pytest.mark.ci
-def test_a_plain_worker_runs_tasks_that_another_process_promotes(
-    fleet: Fleet, promote: subprocess.Popen[str]
-) -> None:
+def test_a_plain_worker_runs_tasks_that_another_process_promotes(fleet: Fleet) -> None:
+    promote = fleet.command("delay", "promote")
+    promote.wait_for_log("promoting")
     fleet.worker(installed=False)
     before = time()
     result = fleet.app().tasks["again"].apply_async((1, 0.3), countdown=1.5)
     runs = fleet.record.wait_for(2, task_id=result.id)
     runs[0].assert_on_time(before + 1.5, time())
-    promote.send_signal(signal.SIGINT)
-    assert promote.wait(PATIENCE_SECONDS) == 0
-    assert promote.stdout is not None
-    assert promote.stdout.read().splitlines()[-1] == "1 message(s) promoted, 0 parked"
-
-
-@pytest.mark.parametrize("installed", [False, in_ci(True)])
-def test_a_task_of_protocol_1_runs_on_time(fleet: Fleet, installed: bool) -> None:
-    fleet.worker()
-    code = (
-        "import time\n"
-        "before = time.time()\n"
-        "result = app.tasks['note'].apply_async(('one',), countdown=2)\n"
-        "print(result.id, before, time.time())"
-    )
-    task_id, before, after = fleet.produce(code, installed=installed, task_protocol=1).split()
-    (run,) = fleet.record.wait_for(task_id=task_id)
-    run.assert_on_time(float(before) + 2, float(after) + 2)
+    promote.process.send_signal(signal.SIGINT)
+    assert promote.process.wait(PATIENCE_SECONDS) == 0
+    assert promote.log.splitlines()[-1] == "1 message(s) promoted, 0 parked"
 
 
 # ---- messages at the start of a worker ---------------------------------------------------------
@@ -152,21 +110,6 @@ def test_a_worker_logs_its_state_and_unsafe_redis_settings(tmp_path: Path, place
         assert state in line
         worker.wait_for_log("native delay: maxmemory-policy is allkeys-lru: Redis may delete")
         worker.wait_for_log("native delay: appendonly is no: a restart of Redis loses")
-
-
-def test_a_worker_on_a_redis_cluster_logs_that_it_cannot_delay(tmp_path: Path) -> None:
-    """The message comes before kombu's own error about the cluster."""
-    installed(require_redis, "redis")
-    # The default cluster port is the port plus 10,000, which a client's connection may have.
-    (claim,) = claim_ports(1)
-    cluster = f"cluster-enabled yes\ncluster-port {port_of(claim)}"
-    with (
-        claim,
-        private_redis(server="redis", config=cluster) as server,
-        fleet_on(server.url, tmp_path) as fleet,
-    ):
-        worker = fleet.worker(wait=False)
-        worker.wait_for_log("native delay:", "runs in cluster mode, which kombu does not support")
 
 
 @pytest.mark.ci

@@ -18,7 +18,7 @@ from celery_native_delay import Delay
 from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis
 from celery_native_delay.transports.redis.keys import RedisBrokerKeys
 from tests.acceptance.worker import REPOSITORY, Fleet, fleet_on
-from tests.brokers import in_ci, on_one_version
+from tests.brokers import on_one_version
 from tests.documents import EXAMPLES, only
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
@@ -48,18 +48,6 @@ def test_a_plain_worker_runs_tasks_delayed_by_an_installed_producer(fleet: Fleet
     for task_id, before, after in sent.values():
         (run,) = runs[task_id]
         run.assert_on_time(before + 1.5, after + 1.5)
-
-
-@on_one_version
-def test_a_retry_on_a_plain_worker_is_delayed_by_celery_itself(fleet: Fleet) -> None:
-    """A plain worker holds its own retries of such a task in memory."""
-    fleet.worker(installed=False)
-    result = fleet.app().tasks["again"].apply_async((3, 0.3), countdown=0.5, queue="side")
-    runs = fleet.record.wait_for(4, task_id=result.id)
-    assert [run.retries for run in runs] == [0, 1, 2, 3]
-    for run in runs[1:]:
-        assert run.due is not None
-        run.assert_on_time(run.due)
 
 
 SEND_MANY = """
@@ -113,41 +101,10 @@ def test_an_installed_worker_puts_early_tasks_back_into_the_broker(
 
 
 @on_one_version
-@pytest.mark.ci
-def test_an_early_task_comes_back_to_the_queue_it_was_in(fleet: Fleet) -> None:
-    """Other queues of the same exchange get no second copy."""
-    workers = [
-        fleet.worker(name="first", queues="default,orders,invoices,news", wait=False),
-        fleet.worker(name="second", queues="side,parcels", wait=False),
-    ]
-    for worker in workers:  # each declares exchanges that are sent to
-        worker.wait_ready()
-    note = fleet.app().tasks["note"]
-    undelayed = {
-        route: note.apply_async(("now",), **options).id for route, options in ROUTES.items()
-    }
-    sent = {}
-    for route, options in ROUTES.items():
-        for task_id in json.loads(
-            fleet.produce(SEND_MANY.format(seconds=3, count=10, options=options))
-        ):
-            sent[task_id] = route
-    runs = fleet.record.wait_for_ids([*sent, *undelayed.values()])
-    for task_id, route in sent.items():
-        (run,) = runs[task_id]
-        assert run.due is not None
-        run.assert_on_time(run.due)
-        (as_ever,) = runs[undelayed[route]]
-        assert run.worker == as_ever.worker
-        assert run.delivery_info == as_ever.delivery_info
-
-
-@on_one_version
-@pytest.mark.parametrize("installed", [True, in_ci(False)], ids=["installed", "plain"])
 def test_a_task_of_protocol_1_waits_in_the_broker(
-    fleet: Fleet, rabbitmq: PrivateRabbitMQ, vhost: str, installed: bool
+    fleet: Fleet, rabbitmq: PrivateRabbitMQ, vhost: str
 ) -> None:
-    """The ETA is in the body. The producer delays the task, or the worker puts it back."""
+    """The ETA is in the body, where a producer does not look: the worker puts the task back."""
     worker = fleet.worker()
     inspect = fleet.app().control.inspect(destination=[worker.name], timeout=10)
     code = (
@@ -157,7 +114,7 @@ def test_a_task_of_protocol_1_waits_in_the_broker(
         "result = app.tasks['note'].apply_async(('one',), countdown=3)\n"
         "print(result.id, before, time.time())"
     )
-    printed = fleet.produce(code, installed=installed, task_protocol=1)
+    printed = fleet.produce(code, installed=True, task_protocol=1)
     task_id, before, after = printed.split()
     (run,) = fleet.record.wait_for(task_id=task_id)
     run.assert_on_time(float(before) + 3, float(after) + 3)
@@ -169,15 +126,6 @@ def test_a_task_of_protocol_1_waits_in_the_broker(
     wait_until(the_far_one_waits)
     assert inspect.scheduled() == {worker.name: []}
     assert [run.id for run in fleet.record.runs()] == [task_id]
-
-
-@on_one_version
-@pytest.mark.ci
-def test_a_task_of_protocol_1_is_retried_through_the_levels(fleet: Fleet) -> None:
-    fleet.worker(task_protocol=1)
-    result = fleet.app(task_protocol=1).tasks["again"].apply_async((3, 0.3), countdown=0.5)
-    runs = fleet.record.wait_for(4, task_id=result.id)
-    assert [run.retries for run in runs] == [0, 1, 2, 3]
 
 
 @on_one_version

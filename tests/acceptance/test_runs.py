@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from celery import Celery
@@ -15,9 +14,8 @@ from celery_native_delay.app.runs import close_run, open_run, runs_of
 from celery_native_delay.bulk.batch import Bulk
 from celery_native_delay.now import time_ns
 from celery_native_delay.records.waiting import RUN
-from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis, vhost_name
-from tests.acceptance.worker import FEW_LEVELS, Fleet, fleet_on
-from tests.brokers import in_ci, installed_rabbitmq
+from tests.acceptance.worker import Fleet
+from tests.brokers import ON_SYSTEM, in_ci
 from tests.waiting import wait_until
 
 
@@ -28,21 +26,9 @@ def where(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def fleet(where: str, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fleet]:
-    if where == "redis":
-        redis: PrivateRedis = request.getfixturevalue("store_redis")
-        with fleet_on(redis.url, tmp_path) as fleet:
-            yield fleet
-        return
-    server: PrivateRabbitMQ = request.getfixturevalue("running_rabbitmq")(installed_rabbitmq())
-    url = server.new_vhost()
-    conf: dict[str, Any] = {"native_delay_store": f"sqlite:///{tmp_path}/store.db"}
-    conf["native_delay_levels"] = FEW_LEVELS
-    if where == "in broker":
-        conf["native_delay_store_tasks"] = ["nothing"]
-    with fleet_on(url, tmp_path, **conf) as fleet:
-        yield fleet
-    server.delete_vhost(vhost_name(url))
+def fleet(where: str, fleet_at: Callable[..., Fleet]) -> Fleet:
+    conf = {"native_delay_store_tasks": ["nothing"]} if where == "in broker" else {}
+    return fleet_at("redis" if where == "redis" else f"{ON_SYSTEM.id}-sqlite", **conf)
 
 
 def send(app: Celery, run_id: str, count: int, *, countdown: float) -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
@@ -17,16 +14,13 @@ import pytest
 
 from celery_native_delay import Delay
 from celery_native_delay.testing import (
-    PrivateRabbitMQ,
     PrivateRedis,
     private_redis,
     require_redis,
-    vhost_name,
 )
 from pytest_celery_native_delay import installed
-from tests.acceptance.worker import EARLY_SECONDS, FEW_LEVELS, REPOSITORY, Fleet, Run, fleet_on
-from tests.brokers import ON_SYSTEM, in_ci, installed_rabbitmq, on_one_version
-from tests.postgresql import private_postgresql
+from tests.acceptance.worker import EARLY_SECONDS, FEW_LEVELS, Fleet, Run, fleet_on
+from tests.brokers import ON_SYSTEM, in_ci, on_one_version
 from tests.sentinel import private_sentinel
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
@@ -47,7 +41,7 @@ KILLS = 3
 
 #: The three kinds of places that keep the state of entries.
 KINDS = pytest.mark.parametrize(
-    "fleet", ["redis", *map(in_ci, ("store", "rabbitmq-4.3-postgresql"))], indirect=True
+    "fleet", ["redis", *map(in_ci, ("filesystem", "rabbitmq-4.3-postgresql"))], indirect=True
 )
 
 
@@ -56,39 +50,14 @@ BOTH = pytest.mark.parametrize("fleet", ["redis", in_ci(f"{ON_SYSTEM.id}-redis")
 
 
 @pytest.fixture(params=["redis"])
-def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fleet]:
+def fleet(request: pytest.FixtureRequest, fleet_at: Callable[..., Fleet]) -> Fleet:
     conf: dict[str, Any] = {"native_delay_schedules": True}
-    match request.param.split("-"):
-        case ["redis"]:
-            redis: PrivateRedis = request.getfixturevalue("store_redis")
-            # Workers requeue the messages of a killed worker after 5 s.
-            restored = {f"unacked_restore_{name}": 1 for name in ("interval", "throttle")}
-            restored |= {"visibility_timeout": 5, "unacked_mutex_expire": 5}
-            conf["broker_transport_options"] = restored
-            with fleet_on(redis.url, tmp_path, **conf) as fleet:
-                yield fleet
-        case ["store"]:
-            (tmp_path / "queue").mkdir()
-            folders = {f"data_folder_{way}": str(tmp_path / "queue") for way in ("in", "out")}
-            conf |= {"broker_transport_options": folders | {"control_folder": str(tmp_path)}}
-            conf["native_delay_store"] = f"sqlite:///{tmp_path}/delays.db"
-            with fleet_on("filesystem://", tmp_path, **conf) as fleet:
-                yield fleet
-        case ["rabbitmq", version, kind]:
-            running = request.getfixturevalue("running_rabbitmq")
-            server: PrivateRabbitMQ = running(installed_rabbitmq(version))
-            url = server.new_vhost()
-            conf |= {"native_delay_levels": FEW_LEVELS}
-            if kind == "redis":
-                conf["native_delay_store"] = request.getfixturevalue("store_redis").url
-                with fleet_on(url, tmp_path, **conf) as fleet:
-                    yield fleet
-            else:
-                with private_postgresql() as postgresql:
-                    conf["native_delay_store"] = postgresql.new_database()
-                    with fleet_on(url, tmp_path, **conf) as fleet:
-                        yield fleet
-            server.delete_vhost(vhost_name(url))
+    if request.param == "redis":
+        # Workers requeue the messages of a killed worker after 5 s.
+        restored = {f"unacked_restore_{name}": 1 for name in ("interval", "throttle")}
+        restored |= {"visibility_timeout": 5, "unacked_mutex_expire": 5}
+        conf["broker_transport_options"] = restored
+    return fleet_at(request.param, **conf)
 
 
 @KINDS
@@ -172,21 +141,6 @@ def test_a_changed_entry_is_published_anew_and_one_that_is_gone_is_removed(fleet
     assert first.process.poll() is None
 
 
-def test_a_relative_expiry_counts_from_the_due_time(fleet: Fleet) -> None:
-    options = {"expires": 2}
-    entry = {"task": "note", "schedule": 4.0, "args": ["tick"], "options": options}
-    fleet.worker(beat_schedule={"tick": entry})
-    fleet.record.wait_for(2)
-
-
-@BOTH
-def test_a_task_that_sends_nothing_while_it_waits_goes_on(fleet: Fleet) -> None:
-    """As with beat, its ``apply_async`` is called when a run is due, not one period before."""
-    fleet.worker(beat_schedule={"tick": {"task": "once", "schedule": 2.0}})
-    runs = fleet.record.wait_for(3)
-    assert len({run.id for run in runs}) == len(runs)
-
-
 @BOTH
 def test_an_entry_can_be_paused_resumed_and_run_now(fleet: Fleet) -> None:
     entries = {"tick": {"task": "note", "schedule": 1.0, "args": ["tick"]}}
@@ -210,23 +164,11 @@ def test_an_entry_can_be_paused_resumed_and_run_now(fleet: Fleet) -> None:
 
 def test_a_beat_that_is_started_by_mistake_sends_nothing(fleet: Fleet) -> None:
     entries = {"tick": {"task": "note", "schedule": 0.5, "args": ["tick"]}}
-    log = fleet.folder / "beat.log"
-    with log.open("wb") as output:
-        app_of_workers = ["celery", "-A", "tests.acceptance.apps.installed"]
-        schedule = ["--schedule", str(fleet.folder / "beat.db"), "--pidfile="]
-        beat = subprocess.Popen(
-            [sys.executable, "-m", *app_of_workers, "beat", *schedule],
-            cwd=REPOSITORY,
-            env=fleet.environment(beat_schedule=entries),
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-    try:
-        wait_until(lambda: "this beat sends nothing" in log.read_text())
-    finally:
-        beat.terminate()
-        beat.wait(PATIENCE_SECONDS)
-    assert "Sending due task" not in log.read_text()
+    files = [f"--schedule={fleet.folder}/beat.db", "--pidfile="]
+    beat = fleet.command("beat", *files, beat_schedule=entries)
+    beat.wait_for_log("this beat sends nothing")
+    beat.stop()
+    assert not beat.log_lines("Sending due task")
 
 
 @BOTH
@@ -303,8 +245,10 @@ def test_two_plain_beats_of_the_same_entries_are_noticed(fleet: Fleet) -> None:
     fleet.record.wait_for(1)
     assert schedules.beat() is None
     fleet.worker(installed=False)
-    with plain_beat(fleet, "one"), plain_beat(fleet, "two"):
-        wait_until(lambda: schedules.beat() == "note")
+    for name in ("one", "two"):
+        files = [f"--schedule={fleet.folder}/{name}", "--pidfile="]
+        fleet.command("beat", *files, installed=False, beat_schedule=TICKS)
+    wait_until(lambda: schedules.beat() == "note")
 
 
 @pytest.mark.ci
@@ -387,18 +331,3 @@ def wait_for_all_ticks(fleet: Fleet) -> list[Run]:
 
     wait_until(all_ran)
     return fleet.record.runs()
-
-
-@contextmanager
-def plain_beat(fleet: Fleet, name: str) -> Iterator[None]:
-    files = [f"--schedule={fleet.folder / name}", "--pidfile="]
-    beat = subprocess.Popen(
-        [sys.executable, "-m", "celery", "-A", "tests.acceptance.apps.plain", "beat", *files],
-        cwd=REPOSITORY,
-        env=fleet.environment(beat_schedule=TICKS),
-    )
-    try:
-        yield
-    finally:
-        beat.terminate()
-        beat.wait(PATIENCE_SECONDS)

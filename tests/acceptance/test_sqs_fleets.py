@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import closing
 from datetime import datetime
@@ -20,9 +18,8 @@ import pytest
 
 from example_project.private_sqs import private_sqs, require_sqs
 from pytest_celery_native_delay import installed
-from tests.acceptance.worker import REPOSITORY, Fleet, Worker, fleet_on
+from tests.acceptance.worker import Fleet, Worker, fleet_on
 from tests.proxy import Proxy
-from tests.waiting import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.ci
 
@@ -48,28 +45,16 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 
 @pytest.fixture(scope="module")
-def workers(fleet: Fleet) -> Iterator[dict[str, Worker]]:
+def workers(fleet: Fleet) -> dict[str, Worker]:
     """Three workers: with a relay, without a relay, and with the relay in a separate process."""
     started = {
         name: fleet.worker(queues=name, installed=name == "installed", name=name, wait=False)
         for name in RECEIVERS
     }
-    command = [sys.executable, "-m", "celery", "-A", "tests.acceptance.apps.installed", "delay"]
-    with subprocess.Popen(
-        [*command, "relay", "-Q", "relayed"],
-        cwd=REPOSITORY,
-        env=fleet.environment(),
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as relay:
-        try:
-            assert relay.stdout is not None
-            assert "relayed-delay.fifo" in relay.stdout.readline()
-            for worker in started.values():
-                worker.wait_ready()
-            yield started
-        finally:
-            relay.terminate()
+    fleet.command("delay", "promote", "-Q", "relayed").wait_for_log("relayed-delay.fifo")
+    for worker in started.values():
+        worker.wait_ready()
+    return started
 
 
 def time_of(line: str) -> float:
@@ -110,38 +95,6 @@ def test_tasks_of_a_mixed_fleet_run_on_time_and_once(
         )
         # On a busy machine a short delay may be over when the worker receives the task.
         assert held == expected or (delay == SHORT and not held), cell
-
-
-@pytest.mark.usefixtures("workers")
-def test_an_installed_producer_warns_if_the_receiver_does_not_relay(fleet: Fleet) -> None:
-    code = (
-        "import logging\n"
-        "logging.basicConfig()\n"
-        "for queue in ('nobody', 'nobody', 'installed'):\n"
-        "    app.tasks['note'].apply_async((1,), countdown=3600, queue=queue)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", f"from tests.acceptance.apps.installed import app\n{code}"],
-        cwd=REPOSITORY,
-        env=fleet.environment(),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_SECONDS,
-    )
-    (warning,) = [line for line in done.stderr.splitlines() if "native delay" in line]
-    assert "nobody-delay.fifo: not found, so no relay serves 'nobody'" in warning
-
-
-def test_a_worker_reports_a_wrong_delay_queue_and_runs_immediate_tasks(
-    fleet: Fleet,
-) -> None:
-    worker = fleet.worker(queues="other", tests_hop_seconds=1)
-    worker.stop()
-    worker = fleet.worker(queues="other")
-    (line,) = worker.log_lines("CRITICAL", "native delay is OFF in this worker")
-    assert "other-delay.fifo: DelaySeconds is 1, expected 3: aws sqs set-queue-attributes" in line
-    task = fleet.app().tasks["note"].apply_async((0,), queue="other")
-    fleet.record.wait_for(1, task_id=task.id)
 
 
 def test_an_outage_of_sqs_ends_no_worker(tmp_path: Path) -> None:

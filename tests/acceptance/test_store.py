@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable
 from time import time
-from typing import Any
 
 import pytest
 from sqlalchemy import create_engine, select, text
@@ -13,9 +11,8 @@ from sqlalchemy import create_engine, select, text
 from celery_native_delay import Delay, StoreUnavailable
 from celery_native_delay.bulk import bulk
 from celery_native_delay.store.sql_table import TAKEN, TASKS
-from tests.acceptance.worker import Fleet, Record, fleet_on
-from tests.brokers import in_ci
-from tests.conformance.brokers import Broker, options_of, running_broker, settings_of
+from tests.acceptance.worker import Fleet, Record
+from tests.conformance.brokers import settings_of
 from tests.integration.test_store_dispatching import away, space_of
 from tests.waiting import wait_until
 
@@ -23,28 +20,9 @@ SENT = 1_200
 KILLS = 3
 
 
-@pytest.fixture(scope="module", params=["filesystem", in_ci("sqla")])
-def broker(request: pytest.FixtureRequest) -> Iterator[Broker]:
-    with running_broker(request.param, pytest.fail) as broker:
-        yield broker
-
-
-@pytest.fixture
-def fleet(broker: Broker, tmp_path: Path) -> Iterator[Fleet]:
-    yield from fleet_in(broker.new_space(), tmp_path)
-
-
-@pytest.fixture
-def folder_fleet(tmp_path: Path) -> Iterator[Fleet]:
-    with running_broker("filesystem", pytest.fail) as filesystem:
-        yield from fleet_in(filesystem.new_space(), tmp_path)
-
-
-def fleet_in(url: str, tmp_path: Path) -> Iterator[Fleet]:
-    conf: dict[str, Any] = {"broker_transport_options": options_of(url)}
-    conf |= {f"native_delay_{name}": value for name, value in settings_of(url).items()}
-    with fleet_on(url, tmp_path, **conf) as fleet:
-        yield fleet
+@pytest.fixture(params=["filesystem"])
+def fleet(request: pytest.FixtureRequest, fleet_at: Callable[..., Fleet]) -> Fleet:
+    return fleet_at(request.param)
 
 
 def ran(record: Record) -> int:
@@ -52,7 +30,7 @@ def ran(record: Record) -> int:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("broker", ["sqla"], indirect=True)
+@pytest.mark.parametrize("fleet", ["sqla"], indirect=True)
 def test_all_tasks_run_although_dispatchers_are_killed_repeatedly(
     fleet: Fleet,
 ) -> None:
@@ -110,9 +88,8 @@ def published_to_the_broker(url: str) -> int:
 
 
 @pytest.mark.ci
-def test_a_worker_survives_a_store_outage(folder_fleet: Fleet) -> None:
+def test_a_worker_survives_a_store_outage(fleet: Fleet) -> None:
     """Publishing raises meanwhile."""
-    fleet = folder_fleet
     app = fleet.app()
     worker = fleet.worker(queues="default")
     first = app.send_task("note", (1,), countdown=1).id
@@ -125,9 +102,8 @@ def test_a_worker_survives_a_store_outage(folder_fleet: Fleet) -> None:
 
 
 def test_a_worker_that_starts_before_its_store_dispatches_later(
-    folder_fleet: Fleet,
+    fleet: Fleet,
 ) -> None:
-    fleet = folder_fleet
     task_id = fleet.app().send_task("note", (1,), countdown=1).id
     with away(space_of(fleet.broker_url) / "delays.db"):
         worker = fleet.worker(queues="default")

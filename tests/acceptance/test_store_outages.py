@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from celery_native_delay import Debounce, Delay, StoreUnavailable, install
-from celery_native_delay.records import database
 from celery_native_delay.records.interface import Change, RecordName
 from celery_native_delay.records.waiting import RUN
+from celery_native_delay.store import database
 from celery_native_delay.store.interface import Store
 from celery_native_delay.store.opened import store_at
 from celery_native_delay.testing import PrivateRedis, private_redis
@@ -222,14 +222,13 @@ def test_after_a_cut_or_a_restart_each_publish_waits_and_can_be_cancelled(
 CHANGES: dict[str, Callable[[Delay, str], Any]] = {
     "reschedule": lambda delay, task_id: delay.reschedule(task_id, countdown=7200),
     "move": lambda delay, task_id: delay.reschedule_all([task_id], by=7200),
-    "update": lambda delay, task_id: delay.update(task_id, args=[7], queue="celery"),
+    "update": lambda delay, task_id: delay.update(task_id, args=[7]),
     "add": lambda delay, _: delay.schedules().add("added", "note", "every 1 h", [1]),
     "change": lambda delay, _: delay.schedules().change("there", schedule="every 2 h"),
     "remove": lambda delay, _: delay.schedules().remove("there"),
     "key": lambda delay, _: delay._app.tasks["call_api"].delay("ada"),
     "hold": lambda delay, _: delay.hold("other"),
     "show": lambda delay, task_id: delay.show(task_id),
-    "story": lambda delay, task_id: delay.story(task_id),
 }
 
 
@@ -268,7 +267,7 @@ def test_each_change_ends_in_time_while_the_store_hangs_does_nothing_by_halves_a
         for name, change in CHANGES.items():
             change(delay, task_id)
             after = state_of(delay)
-            assert (after != before) is (name not in ("show", "story")), name
+            assert (after != before) is (name != "show"), name
             before = after
 
 
@@ -283,19 +282,6 @@ def published(fleet: Fleet, number: int) -> str | None:
         return later(fleet, number, 3)
     except StoreUnavailable:  # a server that starts
         return None
-
-
-@on_one_version
-def test_a_task_that_ran_is_not_overdue_after_an_outage(fleet: Fleet, place: Place) -> None:
-    """So run-now has nothing to run a second time."""
-    fleet.worker()
-    ids = [later(fleet, number, 1 + number / 10) for number in range(10)]
-    fleet.record.wait_for(1)
-    place.restart()
-    fleet.record.wait_for_ids(ids)
-    delay = Delay(fleet.app())
-    wait_until(lambda: delay.count() == 0)
-    assert not any(delay.run_now(task_id) for task_id in ids)
 
 
 def test_calls_whose_packets_are_lost_end_and_the_store_answers_again(place: Place) -> None:

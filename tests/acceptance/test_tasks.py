@@ -110,7 +110,6 @@ class Everything:
         }
         self.routes = by_route(note.si("delayed"), countdown=1)
         self.retries = by_route(task["again"].si(RETRIES, 0.3), countdown=0.5)
-        self.autoretries = by_route(task["busy"].si(RETRIES), countdown=0.5)
         for route, options in ROUTES.items():
             send(task["resend"].si(5, 0.3, options), headers={"customer": route}, **options)
         self.link = send(note.si("linking"), countdown=1, link=note.si("linked").set(countdown=1))
@@ -307,18 +306,6 @@ def test_a_retry_comes_back_to_its_queue(everything: Everything, route: str) -> 
     runs[0].assert_on_time(sent.before + 0.5, sent.after + 0.5)
     assert_same_way(runs, everything.run_once(everything.undelayed[route]))
     assert_each_waited(runs)
-
-
-def test_an_autoretry_with_jitter_comes_back_to_its_queue(
-    everything: Everything, route: str
-) -> None:
-    sent = everything.autoretries[route]
-    runs = everything.fleet.record.wait_for(RETRIES + 1, task_id=sent.id)
-    assert [run.retries for run in runs] == list(range(RETRIES + 1))
-    assert_same_way(runs, everything.run_once(everything.undelayed[route]))
-    for run in runs:
-        if run.due is not None:  # jitter may choose no delay at all
-            run.assert_on_time(run.due)
 
 
 def test_a_task_resent_with_its_received_headers_waits_again(

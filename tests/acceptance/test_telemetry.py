@@ -149,13 +149,6 @@ def test_telemetry_distinguishes_tasks_sent_late_from_tasks_that_waited(
     assert waited_of(fleet, tmp_path / "telemetry") == [True, False, None]
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("server_name", ["redis"], indirect=True)
-def test_telemetry_on_redis(empty_redis: PrivateRedis, tmp_path: Path) -> None:
-    with fleet_on(empty_redis.url, tmp_path) as fleet:
-        assert waited_of(fleet, tmp_path / "telemetry") == [True, False, None]
-
-
 @pytest.mark.parametrize("server_name", ["redis"], indirect=True)
 @pytest.mark.parametrize("pool", ["prefork", *map(in_ci, ("threads", "solo", "gevent"))])
 def test_every_pool_writes_the_lines_of_all_its_tasks(

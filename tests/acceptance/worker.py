@@ -139,7 +139,7 @@ class Record:
 
 @dataclass
 class Worker:
-    """A running worker process."""
+    """A running worker process, or another command of Celery."""
 
     name: str
     """The node name, for ``inspect(destination=[…])``."""
@@ -224,16 +224,23 @@ class Fleet:
     ) -> Worker:
         """Start a worker; closing the fleet kills it if it still runs."""
         name = f"{name or 'worker'}-{uuid4().hex[:6]}@localhost"
+        options = [f"--hostname={name}", f"--loglevel={log_level}", f"--pool={pool}"]
+        options += [f"--concurrency={concurrency}", "--without-mingle", "--without-gossip"]
+        options += [f"--queues={queues}"] if queues else []
+        worker = self.command("worker", *options, *more, installed=installed, name=name, **conf)
+        if wait:
+            worker.wait_ready()
+        return worker
+
+    def command(self, *words: str, installed: bool = True, name: str = "", **conf: Any) -> Worker:
+        """Start another command of Celery, such as beat; closing the fleet kills it."""
         module = "installed" if installed else "plain"
         celery = ["-m", "celery"] if installed else ["-c", _PLAIN_CELERY]
-        command = [sys.executable, *celery, "-A", f"tests.acceptance.apps.{module}", "worker"]
-        command += [f"--hostname={name}", f"--loglevel={log_level}", f"--pool={pool}"]
-        command += [f"--concurrency={concurrency}", "--without-mingle", "--without-gossip"]
-        command += [f"--queues={queues}"] if queues else []
+        name = name or f"{words[0]}-{uuid4().hex[:6]}"
         log_file = self.folder / f"{name}.log"
         with log_file.open("wb") as output:
             process = subprocess.Popen(
-                [*command, *more],
+                [sys.executable, *celery, "-A", f"tests.acceptance.apps.{module}", *words],
                 cwd=REPOSITORY,
                 env=self.environment(**conf),
                 stdin=subprocess.DEVNULL,
@@ -245,8 +252,6 @@ class Fleet:
         if self.shows_logs:
             self._stack.callback(self._show, worker)
         self._stack.callback(worker.kill)  # a warm shutdown takes 2-4 s
-        if wait:
-            worker.wait_ready()
         return worker
 
     def produce(self, code: str, *, installed: bool = False, **conf: Any) -> str:

@@ -47,13 +47,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
     "--fault",
     "faults",
     multiple=True,
-    help="Only this kind of fault; may be given several times. Faults that break a promise of "
-    "the broker, such as vhost-wiped, happen only if named here.",
-)
-@click.option(
-    "--plain",
-    is_flag=True,
-    help="Use Celery without the package and tasks without delays, to count its own losses.",
+    help="Only this kind of fault; may be given several times.",
 )
 @click.option(
     "--output",
@@ -68,7 +62,6 @@ def main(
     seed: int | None,
     rate: float,
     faults: tuple[str, ...],
-    plain: bool,
     output: Path,
 ) -> None:
     """Send delayed tasks, break the broker, and report the result of each task.
@@ -81,7 +74,7 @@ def main(
     outcomes: list[Outcome] = []
     for broker in brokers or BROKERS:
         click.echo(f"{broker}, {minutes:g} min, --seed {seed}", err=True)
-        plan = Plan(seed, minutes, rate, faults, plain)
+        plan = Plan(seed, minutes, rate, faults)
         with tempfile.TemporaryDirectory(prefix="native-delay-chaos-") as folder:
             try:
                 outcomes.append(_run(broker, plan, Path(folder)))
@@ -93,7 +86,7 @@ def main(
             except (BrokerFailed, UnknownFault) as exc:
                 raise click.ClickException(f"{broker}: {exc}") from exc
         # Write now: an error in the next run must not lose the result of ten minutes.
-        report.update(output, f"{broker}-plain" if plain else broker, outcomes[-1])
+        report.update(output, broker, outcomes[-1])
     if not outcomes:
         raise click.ClickException("no broker is installed: run `make brokers`")
     click.echo(report.as_markdown([report.result_of(outcome) for outcome in outcomes]))

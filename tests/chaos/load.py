@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from time import sleep, time
@@ -85,14 +85,6 @@ def steps(seed: int, *, rate: float, longest_seconds: float, once: bool = False)
         )
 
 
-def immediate(plan: Iterator[Step]) -> Iterator[Step]:
-    """The steps of *plan* for plain Celery: single tasks without delays and cancels."""
-    for step in plan:
-        for wish in step.wishes:
-            now = replace(wish, countdown=0.0, cancel_after=None)
-            yield replace(step, pause_seconds=step.pause_seconds / len(step.wishes), wishes=(now,))
-
-
 class Notebook:
     """A file with one line per note; a killed writer never leaves half a line."""
 
@@ -134,7 +126,7 @@ class Producer:
             if len(step.wishes) == 1:
                 (wish,) = step.wishes
                 self._app.tasks[task].apply_async(
-                    task_id=wish.id, countdown=wish.countdown or None, **route
+                    task_id=wish.id, countdown=wish.countdown, **route
                 )
             else:
                 from celery_native_delay.bulk import bulk
@@ -175,23 +167,15 @@ class Producer:
 @click.option("--longest", type=float, required=True)
 @click.option("--until", type=float, required=True)
 @click.option("--notes", type=click.Path(path_type=Path), required=True)
-@click.option("--plain", is_flag=True)
 @click.option("--once", is_flag=True)
-def main(
-    seed: int, rate: float, longest: float, until: float, notes: Path, *, plain: bool, once: bool
-) -> None:
+def main(seed: int, rate: float, longest: float, until: float, notes: Path, *, once: bool) -> None:
     """Send tasks to the app of this process's environment until the given Unix time."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     plan = steps(seed, rate=rate, longest_seconds=longest, once=once)
-    if plain:
-        from tests.acceptance.apps.plain import app
+    from celery_native_delay import Delay
+    from tests.acceptance.apps.installed import app
 
-        Producer(app, Notebook(notes), app.control.revoke).run(immediate(plan), until=until)
-    else:
-        from celery_native_delay import Delay
-        from tests.acceptance.apps.installed import app
-
-        Producer(app, Notebook(notes), Delay(app).cancel).run(plan, until=until)
+    Producer(app, Notebook(notes), Delay(app).cancel).run(plan, until=until)
 
 
 if __name__ == "__main__":

@@ -30,8 +30,6 @@ class Verdict(Enum):
     """The task started more than once; at-least-once delivery allows it."""
     ONCE_BUT_DOUBLED = "once but doubled"
     """The task is once, and started again although no fault kept its success from being noted."""
-    WIPED = "wiped"
-    """The task was waiting or due when a fault deleted everything, as an administrator may."""
 
 
 FORBIDDEN = (
@@ -89,8 +87,6 @@ class Struck:
     target: str
     began_at: float
     ended_at: float
-    wipes: bool = False
-    """True if the fault deletes waiting tasks."""
 
     def overlaps(self, begin: float, end: float) -> bool:
         return self.began_at <= end and begin <= self.ended_at
@@ -176,9 +172,10 @@ def judge(
     )
 
 
-def must_run(task: Sent, struck: Sequence[Struck], *, patience_seconds: float) -> bool:
-    """True if *task* was confirmed and not cancelled or deleted, so it has to run."""
-    return _is_promised(task) and not _wiped(task, struck, patience_seconds)
+def must_run(task: Sent) -> bool:
+    """True if *task* was confirmed and certainly not cancelled, so it has to run."""
+    is_cancelled = task.cancelled_at is not None or _may_be_cancelled(task)
+    return task.confirmed_at is not None and not is_cancelled
 
 
 def _verdicts(
@@ -186,9 +183,8 @@ def _verdicts(
 ) -> Iterable[tuple[Verdict, str | None]]:
     mended_at = max((fault.ended_at for fault in struck), default=0.0)
     deadline = max(task.due_at, mended_at) + patience_seconds
-    if _is_promised(task) and not any(run.at <= deadline for run in runs):
-        is_wiped = not runs and _wiped(task, struck, patience_seconds)
-        yield Verdict.WIPED if is_wiped else Verdict.LOST, None
+    if must_run(task) and not any(run.at <= deadline for run in runs):
+        yield Verdict.LOST, None
     if any(run.at < run.due_at(task) - EARLY_SECONDS for run in runs):
         yield Verdict.EARLY, None
     asked_at = task.cancelling_at if task.cancelled_at is not None else None
@@ -237,20 +233,6 @@ def _is_cut_short(run: Start, struck: Sequence[Struck]) -> bool:
             if run.at <= kill.began_at <= max([run.at, *away]) + NOTED_SECONDS:
                 return True
     return False
-
-
-def _wiped(task: Sent, struck: Sequence[Struck], patience_seconds: float) -> bool:
-    """True if *task* may have been in the broker when a fault deleted everything."""
-    return any(
-        fault.wipes and fault.overlaps(task.sent_at, task.due_at + patience_seconds)
-        for fault in struck
-    )
-
-
-def _is_promised(task: Sent) -> bool:
-    """True if the task was confirmed and certainly not cancelled."""
-    is_cancelled = task.cancelled_at is not None or _may_be_cancelled(task)
-    return task.confirmed_at is not None and not is_cancelled
 
 
 def _may_be_cancelled(task: Sent) -> bool:

@@ -16,7 +16,6 @@ from celery_native_delay.testing import (
     PrivateRabbitMQ,
     PrivateRedis,
     private_redis,
-    vhost_name,
 )
 from tests.brokers import MORTAL, ON_RABBITMQS, SYSTEM_RABBITMQ
 from tests.chaos.schedule import FaultKind
@@ -133,9 +132,6 @@ def _on_rabbitmq(
         FaultKind("store-killed", 0.5, 3): partial(_down, store.kill, store.start, "the store"),
         FaultKind("store-restarted", 0, 1): partial(_down, store.stop, store.start, "the store"),
         FaultKind("store-hung", 1, 12): lambda _: _hung(store),
-        FaultKind("vhost-wiped", 0, 0.5, on_request=True, wipes=True): partial(
-            _wiped, cluster.nodes[0], vhost_name(url.split(";")[0])
-        ),
     }
     if can_be_cut:
         faults[FaultKind("partition", 8, 20, nodes)] = on_node(cluster.partition)
@@ -170,15 +166,6 @@ def _close_all(cluster: PrivateRabbitMQCluster) -> None:
             node.api("DELETE", f"/connections/{quote(connection['name'], safe='')}")
 
 
-@contextmanager
-def _wiped(node: PrivateRabbitMQ, vhost: str, _number: int) -> Iterator[str]:
-    node.delete_vhost(vhost)
-    yield "the vhost"
-    node.api("PUT", f"/vhosts/{vhost}")
-    everything = dict.fromkeys(("configure", "write", "read"), ".*")
-    node.api("PUT", f"/permissions/{vhost}/guest", everything)
-
-
 # ---- Redis -------------------------------------------------------------------------------------
 
 
@@ -187,8 +174,8 @@ def _on_redis(sentinel: PrivateSentinel) -> Place:
 
     Replication is asynchronous, and a replaced master confirms writes until a Sentinel tells it. A
     master loses its confirmed writes if it hangs longer than the Sentinel waits (3 s here), or if
-    SENTINEL FAILOVER replaces it while it runs. These two faults happen on request only. A cleanly
-    stopped master waits for its replicas first.
+    SENTINEL FAILOVER replaces it while it runs, which no fault does. A cleanly stopped master waits
+    for its replicas first.
     """
     # A busy machine may keep a master silent for the half second that others are content with.
     sentinel.client.sentinel_set(sentinel.master_name, "down-after-milliseconds", 3000)
@@ -207,8 +194,6 @@ def _on_redis(sentinel: PrivateSentinel) -> Place:
         FaultKind("master-killed", 0.5, 4): lambda _: _failed_over(sentinel, PrivateRedis.kill),
         FaultKind("master-stopped", 0.5, 4): lambda _: _failed_over(sentinel, PrivateRedis.stop),
         FaultKind("master-paused", 0.3, 1): lambda _: _paused_node(sentinel.master),
-        FaultKind("master-hung", 6, 9, on_request=True): lambda _: _paused_node(sentinel.master),
-        FaultKind("master-replaced", 0, 1, on_request=True): lambda _: _replaced(sentinel),
         FaultKind("replica-killed", 0.5, 4, targets=2): lambda number: _replica_killed(
             sentinel, number
         ),
@@ -233,14 +218,6 @@ def _failed_over(sentinel: PrivateSentinel, end: Callable[[PrivateRedis], None])
         return seen["port"] != master.port and seen["flags"] == "master"
 
     wait_until(switched)
-    yield f"port {master.port}"
-    sentinel.heal()
-
-
-@contextmanager
-def _replaced(sentinel: PrivateSentinel) -> Iterator[str]:
-    master = sentinel.master
-    sentinel.failover(kill=False)
     yield f"port {master.port}"
     sentinel.heal()
 

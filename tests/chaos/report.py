@@ -49,7 +49,7 @@ def result_of(outcome: Outcome) -> Result:
         },
         "verdicts": {verdict.value: judgement.count(verdict) for verdict in Verdict},
         "doubled_because": dict(judgement.reasons),
-        "entries": outcome.entries and entries.as_json(outcome.entries, began),
+        "entries": entries.as_json(outcome.entries, began),
         "workers_ended_by_themselves": outcome.ended_by_themselves,
         "faults": [
             {
@@ -98,7 +98,7 @@ def findings_as_text(outcome: Outcome) -> str:
     """Return the tasks and due times that broke a promise, each with its history."""
     found = outcome.judgement.forbidden
     lines = []
-    of_entries = outcome.entries.forbidden if outcome.entries else []
+    of_entries = outcome.entries.forbidden
     for each in of_entries[:SHOWN_FINDINGS]:
         at = each.due_at - outcome.began_at
         lines.append(f"{each.verdict.value}: entry {each.number}, due at {at:.3f} s")
@@ -165,15 +165,13 @@ def _notes(result: Result) -> str:
     """Return notes on tasks that ran twice, schedule entries, and workers that exited."""
     faults = result["faults"]
     notes = [f"doubled {count} times: {why}" for why, count in result["doubled_because"].items()]
-    if found := result.get("entries"):
+    if found := result["entries"]:
         counts = [f"{name} {count}" for name, count in found["verdicts"].items() if count]
         late = _p50_p99([late for due, late in found["lateness"] if not _is_hit(faults, due)])
         told = f"{found['ran']:,} due times ran; {', '.join(counts) or 'nothing to report'}"
         notes.append(f"schedule entries: {told}; lateness in calm: p50, p99 {late}")
     if gave_up := result["workers_ended_by_themselves"]:
         notes.append(f"workers that ended by themselves, and were started again: {gave_up}")
-    if wiped := result["verdicts"][Verdict.WIPED.value]:
-        notes.append(f"tasks deleted by a fault that deleted everything: {wiped:,}")
     return "\n".join(f"- {note}" for note in notes)
 
 

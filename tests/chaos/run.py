@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from time import sleep, time
 
@@ -59,9 +59,7 @@ class Plan:
     rate: float
     """Tasks per second."""
     only: tuple[str, ...] = ()
-    """Names of fault kinds; if empty, all that break no promise of the broker."""
-    plain: bool = False
-    """Use plain Celery and tasks without delays, to count the tasks that Celery itself loses."""
+    """Names of fault kinds; if empty, all."""
 
     @property
     def longest_seconds(self) -> float:
@@ -80,29 +78,26 @@ class Outcome:
     judgement: Judgement
     ended_by_themselves: int
     """The number of workers that ended by themselves and were started again."""
-    entries: EntriesJudgement | None = None
-    """The judgement of the schedule entries; None with plain Celery."""
+    entries: EntriesJudgement
 
 
 class Crew:
     """The workers and producers of a run; tend() restarts ended processes."""
 
     def __init__(self, place: Place, plan: Plan, folder: Path, stack: ExitStack) -> None:
-        conf = {"native_delay_fused_bits": 0} | place.conf
-        self._once = place.once and not plan.plain
-        if not plan.plain:
-            conf |= {
-                "native_delay_schedules": True,
-                "native_delay_schedules_catch_up": CATCH_UP,
-                "beat_schedule": entries(place.schedule_queues),
-            }
+        conf = {
+            "native_delay_fused_bits": 0,
+            "native_delay_schedules": True,
+            "native_delay_schedules_catch_up": CATCH_UP,
+            "beat_schedule": entries(place.schedule_queues),
+            **place.conf,
+        }
+        self._once = place.once
         self.fleet = Fleet(place.url, folder, conf, shows_logs=False)
         stack.callback(self.fleet.close)
         stack.callback(self._kill_producers)
         self._folder = folder
         self.posts = place.posts
-        if plan.plain:
-            self.posts = tuple(replace(post, installed=False) for post in place.posts)
         strikes = self.worker_killed, self.producer_killed
         self.faults: dict[FaultKind, Strike] = dict(
             zip(_kinds_of_crew(place), strikes, strict=True)
@@ -168,7 +163,7 @@ class Crew:
     def _producer(self) -> subprocess.Popen[bytes]:
         """Start a producer process with the next seed."""
         self._produced += 1
-        flags = ["--plain"] * self._plan.plain + ["--once"] * self._once
+        flags = ["--once"] * self._once
         options = {
             "seed": self._plan.seed * 1000 + self._produced,
             "rate": self._plan.rate / PRODUCERS,
@@ -201,10 +196,9 @@ def run(
         kinds = _chosen(place, plan.only)
         crew = Crew(place, plan, folder, stack)
         record = crew.fleet.record
-        if not plan.plain:
-            wait_until(lambda: all(map(occurrences_of(record).__contains__, range(COUNT))))
+        wait_until(lambda: all(map(occurrences_of(record).__contains__, range(COUNT))))
         strikes: dict[FaultKind, Strike] = place.faults | crew.faults
-        by_name = {kind.name: (kind, strikes[kind]) for kind in kinds}
+        by_name = {kind.name: strikes[kind] for kind in kinds}
         began = time()
         ends = began + plan.minutes * 60
         crew.produce(until=ends)
@@ -220,22 +214,18 @@ def run(
             pause(began + fault.at_seconds, "calm")
             if time() + fault.lasts_seconds > ends:
                 break  # earlier repairs took longer than planned
-            kind, strike = by_name[fault.kind]
-            struck.append(_happen(fault, kind, strike, pause))
+            struck.append(_happen(fault, by_name[fault.kind], pause))
         pause(ends, "calm")
         crew.wait_for_producers()
         sent = _read_notes(crew.notes_path)
         _wait_for_all(sent, struck, crew, lambda: pause(time() + 0.5, "waiting for the last"))
         judgement = judge(sent, starts_of(record), struck, patience_seconds=PATIENCE_SECONDS)
-        of_entries = None
-        if not plan.plain:
-            ended = time()
-            _wait_for_entries(ended, crew, lambda: pause(time() + 0.5, "waiting for entries"))
-            runs = [run for all_of in occurrences_of(record).values() for run in all_of]
-            of_entries = judge_entries(runs, struck, began_at=began, ended_at=ended)
-        what = f"{place.what}, plain Celery" if plan.plain else place.what
+        ended = time()
+        _wait_for_entries(ended, crew, lambda: pause(time() + 0.5, "waiting for entries"))
+        runs = [run for all_of in occurrences_of(record).values() for run in all_of]
+        of_entries = judge_entries(runs, struck, began_at=began, ended_at=ended)
         return Outcome(
-            what, plan, began, tuple(struck), judgement, crew.ended_by_themselves, of_entries
+            place.what, plan, began, tuple(struck), judgement, crew.ended_by_themselves, of_entries
         )
 
 
@@ -245,7 +235,7 @@ def _chosen(place: Place, only: Sequence[str]) -> list[FaultKind]:
         raise UnknownFault(f"expected a fault out of {', '.join(by_name)}, got {unknown[0]!r}")
     if only:
         return [by_name[name] for name in only]
-    return [kind for kind in by_name.values() if not kind.on_request]
+    return list(by_name.values())
 
 
 def _kinds_of_crew(place: Place) -> tuple[FaultKind, FaultKind]:
@@ -256,22 +246,18 @@ def _kinds_of_crew(place: Place) -> tuple[FaultKind, FaultKind]:
     )
 
 
-def _happen(
-    fault: Fault, kind: FaultKind, strike: Strike, pause: Callable[[float, str], None]
-) -> Struck:
+def _happen(fault: Fault, strike: Strike, pause: Callable[[float, str], None]) -> Struck:
     began = time()
     with strike(fault.target) as target:
         pause(time() + fault.lasts_seconds, f"{fault.kind} ({target})")
-    return Struck(fault.kind, target, began, time(), wipes=kind.wipes)
+    return Struck(fault.kind, target, began, time())
 
 
 def _wait_for_all(
     sent: Sequence[Sent], struck: Sequence[Struck], crew: Crew, wait: Callable[[], None]
 ) -> None:
     """Wait until every task that has to run has run or is too late, and no more tasks are due."""
-    missing = {
-        task.id for task in sent if must_run(task, struck, patience_seconds=PATIENCE_SECONDS)
-    }
+    missing = {task.id for task in sent if must_run(task)}
     last_due_at = max((task.due_at for task in sent), default=time())
     deadline = max([last_due_at, *(fault.ended_at for fault in struck)]) + PATIENCE_SECONDS
     while missing and time() < deadline:

@@ -22,10 +22,6 @@ class FaultKind:
     longest_seconds: float
     targets: int = 1
     """The number of nodes, workers or producers that it can hit."""
-    on_request: bool = False
-    """True if the fault breaks a promise of the broker: it happens only on request."""
-    wipes: bool = False
-    """True if the fault deletes waiting tasks."""
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from celery_native_delay.testing.redis import ServerName
 from example_project.private_sqs import PrivateSqs, private_sqs, require_sqs
 from pytest_celery_native_delay import installed
 from tests.brokers import MORTAL, ON_RABBITMQS, in_ci, installed_rabbitmq
+from tests.mariadb import find_mariadb, private_mariadb
 from tests.postgresql import PrivatePostgreSQL, find_postgresql, private_postgresql
 
 BROKERS = [
@@ -98,6 +99,22 @@ def running_broker(name: str, running_rabbitmq: Callable[..., PrivateRabbitMQ]) 
                 yield SQS(stack)
         case _:
             raise LookupError(name)
+
+
+@contextmanager
+def running_database(kind: str, folder: Path) -> Iterator[str]:
+    """The URL of a new database, for SQLAlchemy: of SQLite in *folder*, or of a private server."""
+    match kind:
+        case "sqlite":
+            yield f"sqlite:///{folder}/shop.db"
+        case "mariadb":
+            installed(find_mariadb)
+            with private_mariadb() as mariadb:
+                yield mariadb.new_database()
+        case "postgresql":
+            installed(find_postgresql)
+            with private_postgresql() as postgresql:
+                yield postgresql.new_database()
 
 
 def knows_bindings(url: str) -> bool:

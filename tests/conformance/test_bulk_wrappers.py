@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import functools
 import importlib
-import json
 import logging
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
-import celery
 import pytest
 from celery import Celery, Task
-from celery.app.amqp import AMQP
 from kombu import Producer
 from opentelemetry.instrumentation.celery import CeleryInstrumentor
 from opentelemetry.sdk.trace import TracerProvider
@@ -42,11 +37,10 @@ SAID = "sending by apply_async, not by template: "
 
 #: An app, and the traces of its messages by task id.
 Watched = tuple[Celery, dict[str, str]]
-Wrapper = Callable[[str], AbstractContextManager[Watched]]
 
 
-def make_app(url: str, app: Celery | None = None, **task_options: Any) -> Celery:
-    app = app or Celery("shop", set_as_current=False)
+def make_app(url: str) -> Celery:
+    app = Celery("shop", set_as_current=False)
     app.conf.update(
         broker_url=url,
         task_queues=[PLAIN],
@@ -56,7 +50,7 @@ def make_app(url: str, app: Celery | None = None, **task_options: Any) -> Celery
     )
     install(app, **SETTINGS, **settings_of(url))
 
-    @app.task(name="shop.remind", shared=False, **task_options)
+    @app.task(name="shop.remind", shared=False)
     def remind(number: int = 0) -> None:
         """Never run here."""
 
@@ -90,15 +84,6 @@ class Watching:
 
         return watching
 
-    def around_message(self, original: Any) -> Any:
-        @functools.wraps(original)
-        def watching(*args: Any, **options: Any) -> Any:
-            message = original(*args, **options)
-            message.headers.update(self.header(message.headers["id"]))
-            return message
-
-        return watching
-
     def around_publish(self, original: Any) -> Any:
         @functools.wraps(original)
         def watching(producer: Any, body: Any, *args: Any, **options: Any) -> Any:
@@ -119,79 +104,12 @@ def patched(url: str, owner: Any, name: str, how: str) -> Iterator[Watched]:
         yield make_app(url), watching.traces
 
 
-@contextmanager
-def own_task(url: str, how: str) -> Iterator[Watched]:
-    """An app with its own Task class, given as *how*; its methods have Celery's names."""
-    watching = Watching()
-
-    class Task(celery.Task):
-        __qualname__ = "Task"
-
-        def apply_async(self, *args: Any, **options: Any) -> Any:
-            headers = (options.get("headers") or {}) | watching.header(options["task_id"])
-            return super().apply_async(*args, **options | {"headers": headers})
-
-        apply_async.__qualname__ = "Task.apply_async"
-
-    app = Celery("shop", task_cls=Task if how == "task_cls" else None, set_as_current=False)
-    if how == "app.Task":
-        app.Task = Task
-    options = {"base": Task} if how == "base" else {}
-    yield make_app(url, app, **options), watching.traces
-
-
-@contextmanager
-def own_celery(url: str) -> Iterator[Watched]:
-    watching = Watching()
-
-    class Shop(Celery):
-        def send_task(self, *args: Any, **options: Any) -> Any:
-            headers = (options.get("headers") or {}) | watching.header(options["task_id"])
-            return super().send_task(*args, **options | {"headers": headers})
-
-    yield make_app(url, Shop("shop", set_as_current=False)), watching.traces
-
-
-@contextmanager
-def own_amqp(url: str) -> Iterator[Watched]:
-    watching, app = Watching(), make_app(url)
-    app.amqp.task_protocols[2] = watching.around_message(app.amqp.task_protocols[2])
-    yield app, watching.traces
-
-
-@contextmanager
-def own_send_task(url: str) -> Iterator[Watched]:
-    """An app whose own ``send_task`` was wrapped after install()."""
-    watching, app = Watching(), make_app(url)
-    app.send_task = watching.around(app.send_task)
-    yield app, watching.traces
-
-
-#: Each with the name that the log must show.
-WRAPPERS: dict[str, tuple[Wrapper, str]] = {
-    "Task.apply_async": (
-        functools.partial(patched, owner=Task, name="apply_async", how="around"),
-        "celery.app.task.Task.apply_async is wrapped",
-    ),
-    "Celery.send_task": (
-        functools.partial(patched, owner=Celery, name="send_task", how="around"),
-        "celery.app.base.Celery.send_task is wrapped",
-    ),
-    "AMQP.as_task_v2": (
-        functools.partial(patched, owner=AMQP, name="as_task_v2", how="around_message"),
-        "celery.app.amqp.AMQP.as_task_v2 is wrapped",
-    ),
-    "Producer.publish": (
-        functools.partial(patched, owner=Producer, name="publish", how="around_publish"),
-        "kombu.messaging.Producer.publish is wrapped",
-    ),
-    "app.amqp": (own_amqp, "AMQP.as_task_v2 is wrapped"),
-    "app.send_task": (own_send_task, "Installation.send_task is wrapped"),
-    "subclass of Celery": (own_celery, "Shop.send_task"),
-    "base": (functools.partial(own_task, how="base"), "Task.apply_async"),
-    "task_cls": (functools.partial(own_task, how="task_cls"), "Task.apply_async"),
-    "app.Task": (functools.partial(own_task, how="app.Task"), "Task.apply_async"),
-}
+#: tests/unit/test_publish_hooks.py finds the other ways to wrap.
+WRAPPERS: list[tuple[Any, str, str]] = [
+    (Task, "apply_async", "around"),
+    (Celery, "send_task", "around"),
+    (Producer, "publish", "around_publish"),
+]
 
 
 def told(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -205,14 +123,13 @@ def traces_of(arrivals: list[Arrival]) -> dict[str, str | None]:
 
 
 @on_one
-@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize(("owner", "name", "how"), WRAPPERS)
 def test_code_that_wraps_publishing_sees_each_task_of_a_batch(
-    space: str, wrapper: str, caplog: pytest.LogCaptureFixture
+    space: str, owner: Any, name: str, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Each message has the header added for it, and the log gives the reason once."""
     caplog.set_level(logging.INFO, "celery_native_delay.bulk")
-    watched, named = WRAPPERS[wrapper]
-    with watched(space) as (app, traces), inbox(app, "plain") as letters:
+    with patched(space, owner, name, how) as (app, traces), inbox(app, "plain") as letters:
         with bulk(app) as batch:
             ids = [batch.send("shop.remind", (n,), countdown=0.5) for n in range(6)]
         came = letters.wait_for(6)
@@ -222,7 +139,7 @@ def test_code_that_wraps_publishing_sees_each_task_of_a_batch(
     assert traces_of(came) == traces
     assert batch.result.by_template == 0
     (line,) = told(caplog)
-    assert named in line
+    assert f".{name} is wrapped" in line
 
 
 def test_opentelemetry_has_a_span_for_each_message(space: str) -> None:
@@ -254,26 +171,6 @@ def test_opentelemetry_has_a_span_for_each_message(space: str) -> None:
     assert batch.result.by_template == 2  # one before, one after
 
 
-def test_sentry_has_a_span_for_each_message(space: str) -> None:
-    """In a process of its own, because Sentry patches Celery for good."""
-    command = [sys.executable, "-m", "tests.conformance.sentry_process", space]
-    with inbox(make_app(space), "plain") as letters:
-        run = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-        assert run.returncode == 0, run.stderr
-        came = letters.wait_for(18)
-    seen = json.loads(run.stdout)
-    headers = {a.message.headers["id"]: a.message.headers for a in came}
-    assert seen["by_template"] == 0
-    assert [span["id"] for span in seen["publishes"]] == seen["ids"]
-    for span in seen["publishes"]:
-        own = headers[span["id"]]
-        assert own["sentry-trace"].split("-")[0] == span["trace_id"]
-        assert f"sentry-trace_id={span['trace_id']}" in own["baggage"]
-    for name in ("sentry-trace", "baggage", "sentry-task-enqueued-time"):
-        assert len({each[name] for each in headers.values()}) == 18
-    assert f"{SAID}celery.app.base.Celery.send_task is wrapped by other code" in run.stderr
-
-
 # ---- templates that would change a message -------------------------------------------------------
 
 
@@ -290,52 +187,24 @@ def adding(value: Callable[[Any], str]) -> Callable[[Any], Any]:
     return around
 
 
-def masking(saferepr: Any) -> Any:
-    return lambda arguments, *_, **__: saferepr(arguments).replace("2", "*")
-
-
-def jittering(add_seconds: Any) -> Any:
-    return lambda now, seconds: add_seconds(now, seconds + 0.5)
-
-
-def compact(dumps: Any) -> Any:
-    def without_blanks(*args: Any, **options: Any) -> Any:
-        content_type, encoding, body = dumps(*args, **options)
-        return content_type, encoding, body.replace(": null", ":null")
-
-    return without_blanks
-
-
 _numbers = count()
 RANDOM = adding(lambda _: str(next(_numbers)))
 OF_ARGUMENT = adding(lambda body: f"of {body[0][0]}")
 
 
-@pytest.mark.parametrize(
-    ("module", "name", "around"),
-    [
-        ("celery.app.amqp", "task_message", RANDOM),
-        ("celery.app.amqp", "task_message", OF_ARGUMENT),
-        ("celery.app.amqp", "saferepr", masking),
-        ("celery.app.amqp", "add_seconds_to_datetime", jittering),
-        ("kombu.messaging", "dumps", compact),
-    ],
-    ids=["random", "by argument", "argsrepr", "eta", "body"],
-)
+@pytest.mark.parametrize("around", [RANDOM, OF_ARGUMENT], ids=["random", "by argument"])
 def test_tasks_that_a_template_would_change_are_sent_as_apply_async_sends_them(
     space: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    module: str,
-    name: str,
     around: Any,
 ) -> None:
     """A second message, with other arguments, shows it; the log says so."""
     caplog.set_level(logging.INFO, "celery_native_delay.bulk")
-    owner = importlib.import_module(module)
+    amqp = importlib.import_module("celery.app.amqp")
     app, sent = make_app(space), (1, 2, 3, 4, 4)
     with inbox(app, "plain") as letters:
-        monkeypatch.setattr(owner, name, around(getattr(owner, name)))
+        monkeypatch.setattr(amqp, "task_message", around(amqp.task_message))
         for number in sent:
             app.tasks["shop.remind"].apply_async((number,), countdown=0.5)
         with bulk(app) as batch:
@@ -390,22 +259,3 @@ def test_equal_options_of_different_types_are_not_mixed(space: str) -> None:
     found = {a.message.headers["id"]: repr(a.message.headers["timelimit"][1]) for a in came}
     assert found == sent
     assert batch.result.by_template == 6
-
-
-def test_after_a_reconnect_templates_are_checked_once_more(space: str) -> None:
-    app = make_app(space)
-    with inbox(app, "plain") as letters:
-        with bulk(app) as batch:
-            for number in range(8):
-                if number == 4:
-                    outbox = batch._publisher.outbox
-                    with outbox.lock:
-                        outbox._lose()
-                    batch.send("shop.remind", (8,), countdown=0.2, headers={})  # connects
-                batch.send("shop.remind", (number,), countdown=0.5)
-        # On RabbitMQ some may arrive twice.
-        letters.receive_until(lambda: len({str(each.body) for each in letters.arrivals}) == 9)
-    app.close()
-    assert batch._publisher.outbox.connects == 2
-    assert batch.result.confirmed == 9
-    assert batch.result.by_template == 2 + 3

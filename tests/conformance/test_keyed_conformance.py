@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from itertools import count, pairwise
+from itertools import count
 from threading import Barrier
 from time import time
 from typing import Any, TypeVar
@@ -53,7 +53,7 @@ from tests.conformance.brokers import (
 )
 from tests.conformance.traffic import SETTINGS, attended
 from tests.traffic import Inbox
-from tests.waiting import PATIENCE_SECONDS, wait_until
+from tests.waiting import PATIENCE_SECONDS
 
 #: A store beside SQS is one beside any broker that kombu's virtual transports serve: the tests of
 #: what SQS has a part in run on it, too.
@@ -364,30 +364,6 @@ def test_a_cancel_by_key_also_cancels_a_task_that_replaces_another_meanwhile(
     assert waiting_ids(delay, *(result.id for result in results)) == set()
 
 
-def test_the_next_call_replaces_a_task_that_was_moved_to_later(
-    key: str, app: Celery, delay: Delay, reindex: Any
-) -> None:
-    """Also after the task's original due time."""
-    calls = {
-        "debounce": delay.debounce,
-        "throttle": partial(delay.throttle, edge="both"),
-        "throttle-trailing": partial(delay.throttle, edge="trailing"),
-    }
-    calls["throttle"](reindex.s(0), key=key, seconds=1)
-    moved = {kind: call(reindex.s(1), key=key, seconds=1).id for kind, call in calls.items()}
-    for task_id in moved.values():
-        assert delay.reschedule(task_id, countdown=LONG)
-
-    def are_past_due() -> bool:
-        found = [read(app, name_for(kind, key)) for kind in calls]
-        return all(seen.record is not None and seen.now_us > seen.record.due_us for seen in found)
-
-    wait_until(are_past_due)
-    for kind, call in calls.items():
-        last = call(reindex.s(2), key=key, seconds=1).id
-        assert waiting_ids(delay, moved[kind], last) <= {last}, kind
-
-
 def test_a_task_that_was_moved_by_days_keeps_its_key(
     key: str, app: Celery, delay: Delay, reindex: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -560,18 +536,6 @@ def test_throttle_runs_the_first_call_and_answers_the_others_with_it(
     assert {arrival.message.headers["id"] for arrival in jobs.wait_for(1)} == set(ids)
 
 
-def test_throttle_runs_again_after_its_window(
-    key: str, delay: Delay, reindex: Any, jobs: Counting
-) -> None:
-    began, number = time(), count()
-    while len(jobs.arrivals) < 3 and time() < began + 60:
-        delay.throttle(reindex.s(next(number)), key=key, seconds=0.4)
-        jobs.receive_until(lambda: True)
-    headers = [arrival.message.headers["eta"] for arrival in jobs.arrivals]
-    starts = [datetime.fromisoformat(eta).timestamp() for eta in headers]
-    assert all(later - former >= 0.4 for former, later in pairwise(starts))
-
-
 def test_throttle_on_both_edges_runs_the_first_and_the_last_call(
     key: str, delay: Delay, reindex: Any, jobs: Counting
 ) -> None:
@@ -584,20 +548,6 @@ def test_throttle_on_both_edges_runs_the_first_and_the_last_call(
     assert jobs.receive_until(lambda: len(jobs.args) >= 2)
     assert [arrival.message.headers["id"] for arrival in jobs.arrivals] == [ids[0], ids[-1]]
     assert jobs.args == [0, 4]
-
-
-def test_throttle_on_the_trailing_edge_runs_the_last_call(
-    key: str, delay: Delay, reindex: Any
-) -> None:
-    before = time()
-    ids = [
-        delay.throttle(reindex.s(number), key=key, seconds=LONG, edge="trailing").id
-        for number in range(3)
-    ]
-    assert waiting_ids(delay, *ids) == {ids[-1]}
-    (task,) = delay.show(ids[-1])
-    assert before + LONG - 1 <= task.due_us / 1e6
-    assert delay.throttle(reindex.s(4), key=key, seconds=LONG).id not in ids  # another edge
 
 
 # ---- unique -------------------------------------------------------------------------------------
@@ -626,14 +576,6 @@ def test_a_unique_task_is_the_answer_while_it_waits_and_in_its_queue(
     assert delay.unique(reindex.s(1), key=f"{key}-other", countdown=LONG).id not in ids.values()
 
 
-def test_a_unique_task_without_countdown_is_published_at_once(
-    key: str, delay: Delay, reindex: Any, jobs: Counting
-) -> None:
-    result = delay.unique(reindex.s(1), key=key)
-    (arrival,) = jobs.wait_for(1)
-    assert arrival.message.headers["id"] == result.id
-
-
 def test_a_refused_call_does_not_take_the_key(
     key: str, app: Celery, delay: Delay, reindex: Any
 ) -> None:
@@ -655,12 +597,6 @@ def test_options_of_a_signature_are_kept(key: str, delay: Delay, reindex: Any) -
     eta = datetime.now(UTC) + timedelta(seconds=LONG)
     other = delay.unique(reindex.s(1), key=f"{key}-other", eta=eta)
     assert abs(delay.show(other)[0].due_us / 1e6 - eta.timestamp()) <= 1
-
-
-def test_a_task_that_is_not_registered_can_have_a_key(key: str, app: Celery, delay: Delay) -> None:
-    signature = app.signature("elsewhere.task", args=(1,))
-    result = delay.debounce(signature, key=key, seconds=LONG)
-    assert delay.show(result)[0].name == "elsewhere.task"
 
 
 # ---- errors -------------------------------------------------------------------------------------

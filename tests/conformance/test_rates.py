@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from bisect import bisect
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
 from pathlib import Path
 from time import time
 from typing import Any
 
 import pytest
 
-from celery_native_delay import Delay, DelaySettings, Rate, Waiting
+from celery_native_delay import Delay, Rate
 from celery_native_delay.keyed.record import HEADER as UNIQUE
 from celery_native_delay.keyed.record import LOCKS
 from celery_native_delay.message import HEADER, ONCE
-from celery_native_delay.rates.line import Asked
 from celery_native_delay.schedules.state import HEADER as OCCURRENCE
 from celery_native_delay.worker.rating import PLACE
 from tests.acceptance.test_unique import children_of, phases, spans
@@ -77,40 +72,6 @@ def by_tenant(runs: list[Run]) -> dict[str, list[float]]:
     return found
 
 
-@in_both_stores
-def test_concurrent_workers_share_one_rate(fleet: Fleet) -> None:
-    """Four threads ask at the same time, each on its own connection; the rate has a burst."""
-    app, rate = fleet.app(), Rate("500/10s", burst=5)
-    settings = DelaySettings.from_mapping(
-        {
-            name.removeprefix("native_delay_"): value
-            for name, value in app.conf.items()
-            if name.startswith("native_delay_") and value is not None
-        }
-    )
-
-    def ask(_: int) -> list[float]:
-        starts: list[float] = []
-        with app.connection_for_write() as connection, ExitStack() as stack:
-            lines = stack.enter_context(closing(connection.default_channel.lines(settings)))
-            places: list[int | None] = [None]
-            until = time() + 1.5
-            while time() < until:
-                turn = lines.ask([Asked("call_api", "ada", rate, places[0])])
-                places[0] = turn.place
-                if turn.starts:
-                    starts.append(time())
-        return starts
-
-    with ThreadPoolExecutor(4) as threads:
-        starts = [at for each in threads.map(ask, range(4)) for at in each]
-    span = max(starts) - min(starts)
-    assert rate.burst < len(starts) <= 50 * span + rate.burst + 1
-    (seen,) = Delay(app).rates()
-    assert (seen.task, seen.key, seen.rate) == ("call_api", "ada", "500/10s, burst 5")
-    assert 0 < seen.starts_last_period <= len(starts)
-
-
 @also_on_sqs
 def test_the_rate_holds_in_every_window_although_a_worker_is_killed(fleet: Fleet) -> None:
     """The rate is used up, and one tenant's tasks do not delay another's."""
@@ -162,28 +123,6 @@ def test_waiting_tasks_move_when_the_rate_of_their_key_is_set(fleet: Fleet) -> N
     assert next_us > (time() + 1800) * 1e6
 
 
-@pytest.mark.ci
-@in_both_stores
-def test_waiting_tasks_move_when_a_deployment_raises_their_rate(fleet: Fleet) -> None:
-    """Tasks that were sent later stay behind them."""
-    slow, fast = ({"native_delay_rates": {"call_api": rated(each)}} for each in ("1/h", "20/s"))
-    app = fleet.app(**slow)
-    ids = [app.send_task("call_api", ("gold", number)).id for number in range(21)]
-    worker = fleet.worker(concurrency=1, **slow)
-    wait_until(lambda: Delay(app).count("name:call_api") == 20)
-    worker.stop()
-    new = [app.send_task("call_api", ("gold", number)).id for number in range(21, 24)]
-    began = time()
-    fleet.worker(concurrency=1, **fast)
-    runs = fleet.record.wait_for_ids(ids + new)
-    assert time() - began < 30 * SLOWNESS
-    starts = [runs[each][0].started for each in ids]
-    assert most_in_a_window(starts, LOOKED_AT) <= 20
-    assert sorted(starts)[10] < min(runs[each][0].started for each in new)
-    (line,) = Delay(fleet.app(**fast)).rates()
-    assert (line.rate, line.waiting, line.overridden) == ("20/s", 0, False)
-
-
 def overlaps(fleet: Fleet, killed: dict[int, float]) -> dict[str, int]:
     """The largest number of runs at the same time, by key."""
     return {
@@ -206,28 +145,6 @@ def test_at_most_two_tasks_of_a_key_run_at_a_time(fleet: Fleet) -> None:
     found = overlaps(fleet, {})
     assert found["a"] == 2
     assert found["b"] <= 2
-
-
-@pytest.mark.ci
-@in_both_stores
-def test_concurrent_tasks_wait_in_the_broker_and_a_killed_process_frees_its_key(
-    fleet: Fleet,
-) -> None:
-    """On one worker with a prefetch of 1 for each process; a lease would last a minute."""
-    rates = {"native_delay_rates": {"alone": {"key": "key", "concurrent": 1}}}
-    app = fleet.app(**rates)
-    fleet.worker(concurrency=2, worker_prefetch_multiplier=1, **rates)
-    app.send_task("alone", ("a", 600.0))
-    (begun,) = wait_until(lambda: phases(fleet) or None)
-    ids = [app.send_task("alone", ("a", 0.1)).id for _ in range(2)]
-    fleet.record.wait_for_ids([app.send_task("note", (number,)).id for number in range(5)])
-    wait_until(lambda: Delay(app).count("name:alone") == 2)
-    os.kill(begun["pid"], signal.SIGKILL)
-    killed = time()
-    runs = fleet.record.wait_for_ids(ids)
-    assert min(run.started for (run,) in runs.values()) - killed < 30 * SLOWNESS
-    wait_until(lambda: sum(each["phase"] == "ends" for each in phases(fleet)) == 2)
-    assert overlaps(fleet, {begun["pid"]: killed})["a"] == 1
 
 
 def test_a_redelivered_task_whose_process_was_killed_gets_its_lock_again(fleet: Fleet) -> None:
@@ -371,32 +288,6 @@ def test_one_worker_starts_the_tasks_of_a_rate_in_order(fleet: Fleet) -> None:
         at = bisect(in_order, number)
         in_order[at : at + 1] = [number]
     assert len(order) - len(in_order) <= 5, order
-
-
-@in_both_stores
-def test_tasks_behind_a_retry_after_are_shown_due_when_it_ends(fleet: Fleet) -> None:
-    """Although their messages come back to the worker before."""
-    rates = {"native_delay_rates": {"turned_away": "4/m"}}
-    app = fleet.app(**rates)
-    for _ in range(4):
-        app.send_task("turned_away", (60.0,))
-    fleet.worker(concurrency=1, **rates)
-    delay = Delay(app)
-
-    wait_until(lambda: [line for line in delay.rates() if line.held_until_us] or None)
-    held_until_us = delay.rates()[0].held_until_us
-    assert held_until_us is not None
-
-    def in_line() -> list[Waiting] | None:
-        tasks = [task for task in delay.ls() if task.place]
-        return tasks if len(tasks) >= 3 else None
-
-    tasks = wait_until(in_line)
-    assert all(task.due_us >= held_until_us for task in tasks)
-    assert delay.show(tasks[0].id)[0].due_us >= held_until_us
-    (limit,) = (said for said in delay.story(tasks[0].id) if said.startswith("limited by"))
-    assert limit.startswith("limited by turned_away 4/m, ")
-    assert " wait, held until 20" in limit
 
 
 @in_order

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from celery import Celery
@@ -12,6 +13,7 @@ from example_project.private_sqs import PrivateSqs, private_sqs, require_sqs
 from pytest_celery_native_delay import installed
 from tests.brokers import in_ci
 from tests.conformance.brokers import Broker, running_broker
+from tests.integration.traffic import delaying, delays_of
 
 
 @pytest.fixture(scope="module")
@@ -48,3 +50,11 @@ def url(broker: Broker) -> str:
 @pytest.fixture
 def delay(app: Celery) -> Delay:
     return Delay(app)
+
+
+@pytest.fixture
+def connection(vhost_url: str) -> Iterator[Any]:
+    """A connection to RabbitMQ whose delay levels are declared."""
+    with delaying(vhost_url) as connection:
+        delays_of(connection).prepare()
+        yield connection

@@ -8,12 +8,11 @@ from typing import Any
 
 from kombu import Connection
 
-from celery_native_delay.redis_server import Server
 from celery_native_delay.store.interface import Row
 from celery_native_delay.transports.redis.delays import RedisDelays
 from celery_native_delay.transports.redis.keys import Destination, entry_of
 from celery_native_delay.transports.redis.promoter import RedisPromoter
-from celery_native_delay.transports.redis.store import HandedOver, RedisBrokerStore
+from celery_native_delay.transports.redis.store import RedisBrokerStore
 from tests.traffic import beside
 
 
@@ -40,11 +39,6 @@ def row(name: str, due_us: int, destination: Destination, envelope: str) -> Row:
 def entries(store: RedisBrokerStore) -> int:
     """The number of all stored messages: waiting, parked or lost."""
     return int(store.client.hlen(store.keys.messages))
-
-
-def promote(store: RedisBrokerStore) -> HandedOver:
-    """Hand over the due messages, by the script for the server's version."""
-    return store.promote(version=Server.from_info(store.client.info()).version)
 
 
 @contextmanager

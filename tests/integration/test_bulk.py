@@ -11,15 +11,13 @@ import pytest
 from celery import Celery
 from kombu import Connection, Exchange, Queue
 
-from celery_native_delay import PublishRefused, RefusedMessage, install
+from celery_native_delay import PublishRefused, install
 from celery_native_delay.bulk import bulk
 from celery_native_delay.testing import PrivateRabbitMQ
-from celery_native_delay.transports.rabbitmq.channels import WindowChannel
-from celery_native_delay.transports.rabbitmq.outbox import RabbitOutbox
 from tests.brokers import LARGEST_MESSAGE, on_one_version
 from tests.integration.traffic import SETTINGS, TOPOLOGY, Inbox, delete_levels, inbox
 from tests.traffic import eta_in
-from tests.waiting import PATIENCE_SECONDS, wait_until
+from tests.waiting import PATIENCE_SECONDS
 
 ORDERS = Queue("orders", Exchange("shop", type="topic"), routing_key="order.#")
 PLAIN = Queue("plain")
@@ -90,29 +88,6 @@ def test_no_more_than_the_window_is_unconfirmed(vhost_url: str) -> None:
     assert batch.result.confirmed == 200
 
 
-def test_tasks_that_a_full_level_queue_refuses_are_reported(
-    vhost_url: str, vhost: str, rabbitmq: PrivateRabbitMQ
-) -> None:
-    app = make_app(vhost_url)
-    with bulk(app) as batch:
-        batch.send("shop.remind", countdown=5)
-    full = TOPOLOGY.level_queue(128)
-    rabbitmq.set_policy(vhost, "full", f"^{full}$", {"max-length": 3})
-    wait_until(lambda: any(queue.get("policy") == "full" for queue in rabbitmq.queues(vhost)))
-
-    def refused() -> list[RefusedMessage] | None:
-        """The refused messages; the queue refuses a moment after it is full."""
-        with bulk(app, check=False) as batch:
-            for number in range(20):
-                batch.send("shop.remind", (number,), countdown=5)
-        assert batch.result.confirmed + len(batch.result.refused) == 20
-        return batch.result.refused or None
-
-    found = wait_until(refused)
-    assert len({message.task_id for message in found}) == len(found)
-    assert {message.routing_key for message in found} == {"plain"}
-
-
 @on_one_version
 @pytest.mark.parametrize("with_exchanges", [True, False])
 def test_levels_that_are_deleted_under_a_batch_are_declared_again(
@@ -128,36 +103,6 @@ def test_levels_that_are_deleted_under_a_batch_are_declared_again(
             with Connection(vhost_url) as admin:
                 for hop in TOPOLOGY.level_queues:
                     admin.default_channel.queue_delete(hop.queue)
-        for number in range(10):
-            batch.send("shop.remind", (number,), countdown=2)
-    with inbox(vhost_url, "plain") as letters:
-        letters.receive_until(lambda: numbers(letters) >= set(range(10)))
-
-
-@on_one_version
-def test_answers_that_arrive_while_levels_are_declared_again_lose_no_message(
-    vhost_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The broker returns one message before the declaration, and nine during the declaration."""
-    declare_again = RabbitOutbox._declare_again
-
-    def read_one_frame(channel: WindowChannel) -> None:
-        if channel.is_readable(0):
-            channel.read()
-
-    def read_then_declare_again(outbox: RabbitOutbox) -> None:
-        assert outbox._confirming is not None
-        outbox._confirming.read_down_to(0)
-        declare_again(outbox)
-
-    monkeypatch.setattr(WindowChannel, "read_ready", read_one_frame)
-    monkeypatch.setattr(RabbitOutbox, "_declare_again", read_then_declare_again)
-    with bulk(make_app(vhost_url)) as batch:
-        batch.send("shop.remind", (-1,), countdown=5)
-        batch._publisher.outbox.settle(timeout_seconds=PATIENCE_SECONDS)
-        with Connection(vhost_url) as admin:
-            for hop in TOPOLOGY.level_queues:
-                admin.default_channel.queue_delete(hop.queue)
         for number in range(10):
             batch.send("shop.remind", (number,), countdown=2)
     with inbox(vhost_url, "plain") as letters:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
-from pathlib import Path
+from contextlib import suppress
 from time import monotonic
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 from celery import Celery
@@ -18,13 +16,11 @@ from celery_native_delay.testing import (
     PrivateRabbitMQ,
     private_redis,
     require_redis,
-    vhost_name,
 )
 from celery_native_delay.transports import outbox
 from pytest_celery_native_delay import installed
-from tests.brokers import on_one_version, self_signed_certificate
+from tests.brokers import on_one_version
 from tests.integration.traffic import SETTINGS
-from tests.postgresql import private_postgresql
 
 #: How long a batch waits for an unreachable broker.
 PATIENCE_SECONDS = outbox.PATIENCE_SECONDS
@@ -99,44 +95,6 @@ def test_a_login_that_redis_refuses_is_not_retried(
     assert seconds < PATIENCE_SECONDS / 2
 
 
-def test_a_certificate_that_is_not_trusted_is_not_retried(tmp_path: Path) -> None:
-    installed(require_redis, "redis")
-    certificate, key = self_signed_certificate(tmp_path)
-    with private_redis(server="redis", tls=(certificate, key)) as redis:
-        url = f"rediss://127.0.0.1:{urlsplit(redis.url).port}/0?ssl_cert_reqs=required"
-        text, seconds = answer_of(make_app(url))
-    assert "CERTIFICATE_VERIFY_FAILED" in text
-    assert seconds < PATIENCE_SECONDS / 2
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("kind", ["broker", "store"])
-@pytest.mark.parametrize("fault", ["database", "role", "folder", "no database"])
-def test_a_database_that_cannot_be_opened_is_not_retried(
-    kind: str, fault: str, tmp_path: Path
-) -> None:
-    """As the broker, and as the store of another broker."""
-    with ExitStack() as stack:
-        if fault in ("database", "role"):
-            server = stack.enter_context(private_postgresql())
-            url = server.url("nowhere")
-            if fault == "role":
-                url = server.new_database().replace("//postgres@", "//stranger@")
-            said = "does not exist"
-        else:
-            text_file = tmp_path / "text"
-            text_file.write_text("no database at all, and long enough to be read as its head" * 9)
-            path, said = {
-                "folder": (tmp_path / "nowhere" / "shop.db", "unable to open database file"),
-                "no database": (text_file, "file is not a database"),
-            }[fault]
-            url = f"sqlite:///{path}"
-        app = make_app(f"sqla+{url}") if kind == "broker" else make_app("memory://", store=url)
-        text, seconds = answer_of(app)
-    assert said in text
-    assert seconds < PATIENCE_SECONDS / 2
-
-
 @pytest.mark.parametrize(
     "url",
     [
@@ -160,36 +118,3 @@ def test_an_outage_is_waited_for_once_per_batch(url: str, monkeypatch: pytest.Mo
     assert took[0] > 10
     # Each further task is tried once.
     assert max(took[1:]) < 10
-
-
-@pytest.mark.ci
-@on_one_version
-def test_a_changed_password_ends_the_wait_for_confirms(
-    mortal_rabbitmq: PrivateRabbitMQ, mortal_url: str
-) -> None:
-    ctl = mortal_rabbitmq.rabbitmqctl
-    ctl("add_user", "bulk", "bulk")
-    ctl("set_permissions", "-p", vhost_name(mortal_url), "bulk", ".*", ".*", ".*")
-    app = make_app(with_user(mortal_url, "bulk"))
-    longest_seconds = 2 * PATIENCE_SECONDS
-    # The broker accepts some before it blocks publishers.
-    text = "x" * 20_000
-    try:
-        with bulk(app, check=False, timeout_seconds=longest_seconds) as batch:
-            batch.send("shop.remind", countdown=600)
-            ctl("set_vm_memory_high_watermark", "absolute", "1MB")
-            for _ in range(10):
-                batch.send("shop.remind", (text,), countdown=600)
-            ctl("change_password", "bulk", "another")
-            ctl("close_all_connections", "--vhost", vhost_name(mortal_url), "changed")
-            begun = monotonic()
-        assert monotonic() - begun < longest_seconds / 2
-        result = batch.result
-        # A broker that closes connections may refuse what it has not stored.
-        assert result.sent == 11
-        assert result.confirmed + len(result.in_doubt) + len(result.refused) == 11
-        assert result.in_doubt
-    finally:
-        ctl("set_vm_memory_high_watermark", "0.4")
-        app.close()
-        ctl("delete_user", "bulk")

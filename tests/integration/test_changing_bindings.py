@@ -14,20 +14,16 @@ from celery_native_delay.transports.rabbitmq import routes
 from celery_native_delay.transports.rabbitmq.parking import rescue
 from tests.brokers import on_one_version
 from tests.integration.traffic import (
-    TOPOLOGY,
     Inbox,
     bind,
     declare_exchange,
     declare_queue,
     delaying,
     delays_of,
-    depth,
     parked_count,
 )
 from tests.traffic import PATIENCE_SECONDS, publish
 from tests.waiting import wait_until
-
-REJECTS = {"x-overflow": "reject-publish"}
 
 
 @pytest.fixture
@@ -111,46 +107,6 @@ def test_a_producer_notices_that_an_exchange_is_deleted(
     worker.default_channel.exchange_delete("shop")
     with pytest.raises(NotFound):
         publish(producer, "after", "a", exchange="shop", delay=0.2)
-
-
-@on_one_version
-def test_the_question_for_an_exchanges_type_never_declares_the_exchange(
-    worker: Any, producer: Any
-) -> None:
-    """Not even if somebody deletes the exchange between two questions."""
-    declare_exchange(worker, "shop", "topic")
-    delays = delays_of(producer)
-    asked = delays.declarer.channel
-    declare = asked.exchange_declare
-
-    def declare_and_delete(exchange: str, *args: Any, **kwargs: Any) -> None:
-        try:
-            declare(exchange, *args, **kwargs)
-        finally:
-            worker.default_channel.exchange_delete("shop")
-
-    asked.exchange_declare = declare_and_delete
-    with pytest.raises(NotFound):
-        publish(producer, "waits", "a", exchange="shop", delay=2)
-    with pytest.raises(NotFound):
-        worker.default_channel.exchange_declare("shop", "topic", passive=True)
-
-
-@on_one_version
-def test_deleting_a_queue_deletes_its_landing_queue(worker: Any, producer: Any) -> None:
-    """Messages for the queue are then parked in the parking queue."""
-    serve(worker, "full", "shop", "direct", **REJECTS)
-    assert depth(worker, TOPOLOGY.queue_landing_queue("full")) == 0
-    producer.default_channel.queue_delete("full")
-    wait_until(lambda: is_missing(worker, TOPOLOGY.queue_landing_queue("full")))
-
-
-def is_missing(connection: Any, queue: str) -> bool:
-    try:
-        depth(connection, queue)
-    except NotFound:
-        return True
-    return False
 
 
 @on_one_version

@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from time import time
 from types import SimpleNamespace
 
 import pytest
@@ -22,10 +19,8 @@ from click.testing import CliRunner
 from celery_native_delay import Delay, install
 from celery_native_delay.cli.group import delay as group
 from celery_native_delay.testing import PrivateRedis
-from tests.hanging import hung
 from tests.integration.project import APP, Project
 from tests.traffic import send_task
-from tests.waiting import PATIENCE_SECONDS
 
 pytestmark = [
     pytest.mark.parametrize("server_name", ["redis"], indirect=True),
@@ -65,7 +60,7 @@ def test_tasks_are_listed_cancelled_moved_and_run(app: Celery, delay: Delay, sho
     assert delay.show("order-0")[0].due_us == before + 7_200_000_000
     changed = shop.lines("update", "order-0", "--args", '["bob"]', "--expires", "2d")
     assert (changed, delay.show("order-0")[0].args) == (["order-0 updated"], "['bob']")
-    assert shop.told("update", "order-1", "--priority", "5", status=1)["verdict"] == "unknown"
+    assert shop.told("update", "order-1", "--expires", "2d", status=1)["verdict"] == "unknown"
     assert shop.told("run-now", "order-1", "order-2", status=1) == {
         "done": 1,
         "outcomes": [
@@ -75,39 +70,6 @@ def test_tasks_are_listed_cancelled_moved_and_run(app: Celery, delay: Delay, sho
     }
     assert [task.id for task in delay.ls().tasks if task.id != "order-2"] == ["order-4", "order-0"]
     assert shop.delay("cancel").returncode == 2
-
-
-@pytest.mark.ci
-def test_a_command_ends_although_the_redis_broker_hangs(
-    app: Celery, shop: Project, empty_redis: PrivateRedis
-) -> None:
-    send_task(app, 1, countdown=1000)
-    with hung(empty_redis):
-        done = shop.delay("show", "order-1")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "cannot use the broker" in done.stderr
-    assert shop.told("show", "order-1")["waits"]
-
-
-@pytest.mark.ci
-def test_control_characters_are_escaped_and_a_closed_pipe_is_no_error(
-    app: Celery, shop: Project
-) -> None:
-    for number in range(2000):  # more than a pipe holds
-        send_task(app, number, countdown=1000 + number, task_id=f"\x1b[2J\n{number}")
-    (_, line, told) = shop.lines("ls", "--limit", "1")
-    assert "\\x1b[2J\\n0" in line
-    assert told == "1 of 2,000 waiting"
-    listing = [sys.executable, "-m", "celery", "-A", "shop", "delay", "ls", "-n", "2000"]
-    with subprocess.Popen(
-        listing, cwd=shop.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as reader:
-        assert reader.stdout is not None
-        assert reader.stderr is not None
-        reader.stdout.readline()
-        reader.stdout.close()
-        assert reader.stderr.read() == ""
-        assert reader.wait(timeout=PATIENCE_SECONDS) == 1
 
 
 @pytest.mark.ci
@@ -140,8 +102,7 @@ def test_show_prints_an_object_for_one_id_and_a_list_for_several(
     assert other["id"] == "order-2"
     nobody = shop.told("show", "nobody", status=1)
     assert (nobody["id"], nobody["waits"]) == ("nobody", False)
-    assert "`delay doctor`" in nobody["story"][0]
-    assert (one["waits"], "sent by" in one["story"][0]) == (True, True)
+    assert (one["waits"], one["origin"].startswith("gen")) == (True, True)
     several = shop.told("show", "order-1", "nobody", "order-2", status=1)
     assert [(each["id"], each["waits"]) for each in several] == [
         ("order-1", True),
@@ -153,7 +114,7 @@ def test_show_prints_an_object_for_one_id_and_a_list_for_several(
     assert re.fullmatch(r"due \S+ \(1 h (10|9) min\)", due)
     done = shop.delay("show", "order-1", "nobody")
     assert done.returncode == 1
-    assert "\n\nnobody: nothing waits under this id\n- not found. It may be" in done.stdout
+    assert "\n\nnobody: nothing waits under this id; see `inspect" in done.stdout
 
 
 @pytest.mark.ci
@@ -170,18 +131,6 @@ def test_ls_show_and_search_know_the_key_of_a_task(
     assert told == {"order-1": ("", ""), result.id: ("user:7", "unique")}
     assert shop.lines("cancel", "--yes", "-s", "key:user:7")[-1] == "1 task(s) cancelled"
     assert delay.ids() == ["order-1"]
-
-
-@pytest.mark.ci
-def test_what_a_search_finds_is_counted(shop: Project, app: Celery) -> None:
-    """Beyond what is listed, and not by the offset alone."""
-    for number in range(6):
-        send_task(app, number, countdown=40_000 + number)
-    assert shop.lines("ls", "-n", "1")[-1] == "1 of 6 waiting"
-    assert shop.lines("ls", "--search", "käse", "-n", "2")[-1] == "2 of 3 that match"
-    assert shop.lines("ls", "--search", "käse", "--offset", "99") == ["0 of 3 that match"]
-    told = shop.told("ls", "--search", "käse", "-n", "1")
-    assert (told["total"], [task["id"] for task in told["tasks"]]) == (3, ["order-1"])
 
 
 def test_questions_are_asked_on_standard_error(shop: Project, app: Celery, delay: Delay) -> None:
@@ -260,36 +209,3 @@ def test_missing_and_conflicting_options_are_refused(shop: Project) -> None:
     ):
         done = shop.delay(*arguments)
         assert (done.returncode, said in done.stderr) == (2, True), arguments
-
-
-@pytest.mark.ci
-def test_durations_such_as_1h30m_are_understood(shop: Project, app: Celery, delay: Delay) -> None:
-    send_task(app, 1, countdown=1000)
-    for text, seconds in (("1h 30min", 5400), ("2d", 172_800)):
-        before = time()
-        assert shop.lines("reschedule", "order-1", "--countdown", text)[0].startswith("order-1 is")
-        (task,) = delay.ls().tasks
-        assert before + seconds <= task.due_us / 1e6 <= time() + seconds
-    assert shop.told("ls", "--from", "1d 23h", "--until", "2d")["total"] == 1
-    assert shop.told("plan", "1h30m")["delay_seconds"] == 5400
-    for arguments in (("plan", "1y"), ("ls", "--from", "soon"), ("exporter", "-i", "0s")):
-        done = shop.delay(*arguments)
-        assert (done.returncode, "expected " in done.stderr) == (2, True), arguments
-
-
-def test_an_unknown_log_level_is_refused(shop: Project) -> None:
-    done = shop.delay("promote", "--loglevel", "loud")
-    assert (done.returncode, "'LOUD' is not one of 'DEBUG', " in done.stderr) == (2, True)
-
-
-@pytest.mark.ci
-def test_help_says_what_promote_and_relay_do(shop: Project) -> None:
-    promote, relay = (shop.delay(name, "--help").stdout for name in ("promote", "relay"))
-    assert "Redis" in promote
-    assert "--queues" not in promote
-    assert "SQS" in relay
-    assert "--queues" in relay
-    listed = shop.lines("--help")
-    (first,) = (line for line in listed if line.startswith("promote "))
-    (second,) = (line for line in listed if line.startswith("relay "))
-    assert first.removeprefix("promote ") != second.removeprefix("relay ")

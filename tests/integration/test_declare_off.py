@@ -68,11 +68,11 @@ def held(rabbitmq: PrivateRabbitMQ, vhost: str) -> set[str]:
     return found
 
 
-def test_what_delay_declare_makes_passes_verify(shop: Project) -> None:
-    """Although native_delay_declare is off, which verify alone does not change."""
-    assert shop.told("verify", status=1)["findings"][0]["remedy"] == REMEDY
+def test_what_delay_declare_makes_passes_doctor(shop: Project) -> None:
+    """Although native_delay_declare is off, which doctor alone does not change."""
+    assert shop.told("doctor", status=1)["findings"][0]["remedy"] == REMEDY
     assert shop.delay("declare").returncode == 0
-    assert shop.told("verify")["healthy"] is True
+    assert shop.told("doctor")["healthy"] is True
 
 
 @on_one_version
@@ -86,25 +86,25 @@ def test_delay_declare_makes_at_least_as_much_as_if_native_delay_declare_were_on
         for url, declare in ((vhost_url, False), (other, True)):
             shop = Project(tmp_path, settings).write(APP, url, declare=declare)
             assert shop.delay("declare").returncode == 0
-            assert shop.lines("verify")[-1].endswith("as expected")
+            assert shop.lines("doctor")[-1] == "healthy"
         assert held(rabbitmq, vhost_name(other)) <= held(rabbitmq, vhost)
     finally:
         rabbitmq.delete_vhost(vhost_name(other))
 
 
 @on_one_version
-def test_verify_finds_a_missing_binding(shop: Project, vhost_url: str) -> None:
+def test_doctor_finds_a_missing_binding(shop: Project, vhost_url: str) -> None:
     """Where workers may not bind it, nothing but `delay declare` does."""
     shop.delay("declare")
     topology = Topology(DelaySettings.from_mapping(SMALL))
     pattern = topology.delivery_pattern("%shop.orders.#")
     with Connection(vhost_url) as stranger:
         stranger.default_channel.queue_unbind("orders", topology.delivery_exchange, pattern)
-    (found,) = (f for f in shop.told("verify", status=1)["findings"] if f["level"] == "wrong")
+    (found,) = (f for f in shop.told("doctor", status=1)["findings"] if f["level"] == "wrong")
     assert found["problem"] == f"{topology.delivery_exchange}: not bound to orders with {pattern}"
     assert found["remedy"] == REMEDY
     shop.delay("declare")
-    assert shop.told("verify")["healthy"] is True
+    assert shop.told("doctor")["healthy"] is True
 
 
 @on_one_version
@@ -120,7 +120,7 @@ def test_delay_declare_binds_queues_with_no_declare_and_names_missing_ones(
     with Connection(vhost_url) as owner:
         Queue("orders", Exchange("shop", type="topic"), "orders.#")(owner.default_channel).declare()
     assert shop.delay("declare").returncode == 0
-    assert shop.told("verify")["healthy"] is True
+    assert shop.told("doctor")["healthy"] is True
 
 
 # ---- a connection that may not declare -----------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -153,22 +154,21 @@ def test_a_full_rejecting_queue_delays_only_its_own_messages(
 
 
 @pytest.mark.ci
-@in_turn("known_by", ("a worker",), ("the setting",))
 def test_a_queue_that_rejects_by_policy_delays_only_its_own_messages(
-    mortal_rabbitmq: PrivateRabbitMQ, mortal_url: str, known_by: str
+    mortal_rabbitmq: PrivateRabbitMQ, mortal_url: str
 ) -> None:
-    """AMQP does not show policies: a worker asks the management API, or the setting tells."""
+    """``delay doctor`` names it until it is listed in ``native_delay_landing``."""
     vhost = vhost_name(mortal_url)
     full = {"max-length": 1, "overflow": "reject-publish"}
     mortal_rabbitmq.set_policy(vhost, "cap", "^full$", full)
-    settings: dict[str, Any] = {"management_url": mortal_rabbitmq.management_url}
-    if known_by == "the setting":
-        settings = {"landing": ["fu*"]}
-    with delaying(mortal_url, **settings) as connection:
+    with delaying(mortal_url) as connection:
         declare_queue(connection, "full")
         delays_of(connection).prepare()
-        if known_by == "a worker":
-            assert_a_worker_finds_the_full_queue(connection)
+        wait_until(lambda: named(connection, mortal_rabbitmq))
+    with delaying(mortal_url, landing=["fu*"]) as connection:
+        declare_queue(connection, "full")
+        delays_of(connection).prepare()
+        assert named(connection, mortal_rabbitmq) == []
         with delaying(mortal_url) as later:
             # This process knows neither the policy nor the setting, and binds nothing back.
             declare_queue(later, "full")
@@ -182,21 +182,12 @@ def test_a_queue_that_rejects_by_policy_delays_only_its_own_messages(
         assert_each_once(letters)
 
 
-def assert_a_worker_finds_the_full_queue(connection: Any) -> None:
-    """``delay verify`` names the queue until a worker has put a landing queue in front of it."""
+def named(connection: Any, rabbitmq: PrivateRabbitMQ) -> list[str]:
+    """What ``delay doctor`` says of queues that refuse messages."""
     delays = delays_of(connection)
-    api = management_of(connection, delays.settings)
-
-    def named() -> list[str]:
-        return [str(found) for found in verify(delays, api) if found.check == "full queues"]
-
-    reason = "policy 'cap' sets overflow: reject-publish"
-    [problem] = named()
-    assert f"queue 'full' may refuse messages, and {reason}" in problem
-    part = connection.default_channel.worker_part(delays.settings)
-    [told] = part.divert()
-    assert f"queue 'full' may refuse messages ({reason}): its due messages go through" in told
-    assert named() == part.divert() == []
+    settings = replace(delays.settings, management_url=rabbitmq.management_url)
+    found = verify(delays, management_of(connection, settings))
+    return [each.problem for each in found if each.check == "full queues"]
 
 
 @on_one_version
@@ -226,69 +217,29 @@ def test_messages_for_a_deleted_queue_are_parked_while_others_are_on_time(
 # ---- namespaces and settings -------------------------------------------------------------------
 
 
-def topology_of(**settings: Any) -> Topology:
-    return Topology(DelaySettings.from_mapping(SETTINGS | settings))
-
-
 @on_one_version
-def test_two_namespaces_on_one_virtual_host_are_separate(
-    rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str
-) -> None:
-    sides = ("left", "right")
-    with (
-        delaying(vhost_url, namespace="left") as left,
-        delaying(vhost_url, namespace="right") as right,
-    ):
-        connections = {"left": left, "right": right}
-        for side, connection in connections.items():
-            declare_exchange(connection, "shop", "topic")
-            declare_queue(connection, side)
-            bind(connection, side, "shop", "orders.#")
-            delays_of(connection).prepare(consuming=True)
-        letters = [Inbox(connections[side]).consume([side]) for side in sides]
-        for side, other in (sides, reversed(sides)):
-            for number in range(10):
-                publish(connections[side], f"{side} {number}", side, delay=0.5)
-                publish(
-                    connections[side],
-                    f"{side} order {number}",
-                    "orders.new",
-                    exchange="shop",
-                    delay=0.5,
-                )
-            # The default exchange knows no namespaces.
-            publish(connections[side], f"{side} to {other}", other, delay=0.5)
-            publish(connections[side], f"{side} astray", "nowhere", delay=0.5)
-
-        def all_came() -> bool:
-            return all(
-                len(each.arrivals) >= 21
-                and parked_count(each.connection, topology_of(namespace=side)) == 1
-                for side, each in zip(sides, letters, strict=True)
-                if each.receive_until(lambda: True)
-            )
-
-        wait_until(all_came)
-        for side, other, each in zip(sides, reversed(sides), letters, strict=True):
-            expected = [f"{side} {n}" for n in range(10)] + [f"{side} order {n}" for n in range(10)]
-            assert Counter(bodies(each.arrivals)) == Counter([*expected, f"{other} to {side}"])
-
-        # A purge or rescue in one namespace changes nothing in the other.
-        assert right.default_channel.queue_purge(topology_of(namespace="right").parking_queue) == 1
-        assert parked_count(left, topology_of(namespace="left")) == 1
+def test_two_namespaces_on_one_virtual_host_are_separate(vhost_url: str) -> None:
+    """Also what is parked and rescued; the default exchange knows no namespaces."""
+    with delaying(vhost_url, namespace="left") as left, delaying(vhost_url) as right:
+        for connection, own in ((left, "left"), (right, "right")):
+            declare_queue(connection, own)
+        for connection, own, other in ((left, "left", "right"), (right, "right", "left")):
+            publish(connection, own, own, delay=0.5)
+            publish(connection, f"for {other}", other, delay=1)
+            publish(connection, f"{own} astray", "nowhere", delay=0.5)
+        with inbox(vhost_url, "left", "right") as letters:
+            came = Counter((each.queue, each.body) for each in letters.wait_for(4))
+        parked = [
+            (left, Topology(DelaySettings.from_mapping(SETTINGS | {"namespace": "left"}))),
+            (right, TOPOLOGY),
+        ]
+        wait_until(lambda: [parked_count(*each) for each in parked] == [1, 1])
+        assert came == Counter((q, body) for q in ("left", "right") for body in (q, f"for {q}"))
         declare_queue(left, "nowhere")
-        found = Inbox(left).consume(["nowhere"])
-        outcome = rescue(delays_of(left))
-        assert outcome is not None
-        assert outcome.delivered == 1
-        assert bodies(found.wait_for(1)) == ["left astray"]
-    spaces = [f"{side}.v1" for side in sides]
-    for space in spaces:
-        assert_nothing_held(rabbitmq, vhost, space=space)
-    names = {queue["name"] for queue in rabbitmq.queues(vhost)} - {*sides, "nowhere"}
-    by_side = [{name for name in names if name.startswith(f"{space}.")} for space in spaces]
-    assert by_side[0] | by_side[1] == names
-    assert len(by_side[0]) == len(by_side[1]) == len(TOPOLOGY.level_queues) + 1
+        rescue(delays_of(left))
+        with inbox(vhost_url, "nowhere") as letters:
+            assert bodies(letters.wait_for(1)) == ["left astray"]
+        assert [parked_count(*each) for each in parked] == [0, 1]
 
 
 @on_one_version

@@ -16,7 +16,6 @@ from kombu import Connection
 
 from celery_native_delay import CannotDelay
 from celery_native_delay.testing import PrivateRabbitMQ
-from celery_native_delay.transports.rabbitmq.parking import rescue
 from tests.brokers import on_one_version
 from tests.integration.traffic import (
     Inbox,
@@ -25,11 +24,8 @@ from tests.integration.traffic import (
     declare_exchange,
     declare_queue,
     delaying,
-    delays_of,
-    parked_count,
 )
 from tests.traffic import publish
-from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -127,52 +123,3 @@ def test_delayed_messages_arrive_at_queues_and_exchanges_of_any_name(
                 admin.default_channel.queue_delete(queue)
                 if exchange:
                     admin.default_channel.exchange_delete(exchange)
-
-
-@on_one_version
-@names
-def test_a_message_is_parked_until_its_long_named_queue_exists(long_url: str, name: str) -> None:
-    with delaying(long_url) as producer:
-        delays_of(producer).prepare()
-        publish(producer, "later", name, delay=0.5)
-        wait_until(lambda: parked_count(producer) == 1)
-        with Connection(long_url) as stranger:
-            declare_queue(stranger, name)
-            assert rescue(delays_of(producer)) is not None
-            assert bodies(Inbox(stranger).consume([name]).wait_for(1)) == ["later"]
-
-
-@on_one_version
-@names
-def test_a_message_parked_from_a_queues_landing_queue_returns_to_it(
-    long_url: str, name: str
-) -> None:
-    with delaying(long_url) as connection:
-        declare_queue(connection, name, **{"x-overflow": "reject-publish"})
-        delays_of(connection).prepare()
-        publish(connection, "later", name, delay=0.5)
-        with Connection(long_url) as admin:  # its landing queue stays
-            admin.default_channel.queue_delete(name)
-        wait_until(lambda: parked_count(connection) == 1)
-        declare_queue(connection, name)
-        assert rescue(delays_of(connection)) is not None
-        assert bodies(Inbox(connection).consume([name]).wait_for(1)) == ["later"]
-
-
-@on_one_version
-@names
-def test_a_producer_with_write_permission_only_delays_messages(
-    rabbitmq: PrivateRabbitMQ, long_url: str, name: str
-) -> None:
-    """RabbitMQ 4.3 refuses its passive declare, and quotes the user's name."""
-    with delaying(long_url) as consumer:
-        declare_queue(consumer, "orders")
-        declare_exchange(consumer, name, "topic")
-        bind(consumer, "orders", name, "new")
-        letters = Inbox(consumer).consume(["orders"])
-        delays_of(consumer).prepare(consuming=True)
-        vhost = consumer.connection.virtual_host
-        url = rabbitmq.add_user("writer", "secret", configure="^$", read="^$", vhost=vhost)
-        with delaying(url, declare=False) as producer:
-            publish(producer, "later", "new", exchange=name, delay=0.2)
-            assert bodies(letters.wait_for(1)) == ["later"]

@@ -17,7 +17,7 @@ from typing import Any
 
 import amqp
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kombu import Connection
 
@@ -32,7 +32,7 @@ from celery_native_delay.transports.rabbitmq.topology import is_delay_name
 from celery_native_delay.transports.rabbitmq.worker_part import RabbitMQWorkerPart
 from celery_native_delay.transports.rabbitmq.wrapping import DEATH_HEADERS
 from tests.brokers import in_turn
-from tests.integration.test_parity import MORE_EXAMPLES, PAST
+from tests.integration.test_parity import MORE_EXAMPLES, PAST, examples
 from tests.integration.traffic import (
     SETTINGS,
     TOPOLOGY,
@@ -371,15 +371,7 @@ def test_on_every_path_a_message_arrives_as_without_its_delay(
     store_redis: PrivateRedis,
     consumer: str,
 ) -> None:
-    @settings(
-        max_examples=MORE_EXAMPLES or EXAMPLES,
-        derandomize=not MORE_EXAMPLES,
-        phases=list(Phase) if MORE_EXAMPLES else [Phase.generate],
-        database=None,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-        report_multiple_bugs=False,
-    )
+    @examples(EXAMPLES)
     @given(messages())
     def every_message(drawn: Sent) -> None:
         ways = {way: replace(drawn, headers=drawn.headers | site.task()) for way in WAYS}

@@ -12,15 +12,14 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from time import time, time_ns
+from time import time_ns
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from celery import Celery
 from click.testing import CliRunner
-from kombu import Connection, Exchange, Producer, Queue
-from kombu.transport import native_delayed_delivery as celerys
+from kombu import Connection, Exchange, Queue
 
 from celery_native_delay import Delay, DelaySettings, Verdict, install
 from celery_native_delay.app import holds
@@ -37,7 +36,6 @@ from celery_native_delay.store.interface import Row
 from celery_native_delay.testing import (
     PrivateRabbitMQ,
     PrivateRedis,
-    private_redis,
     vhost_name,
 )
 from celery_native_delay.transports.moving import HELD_STAYS, Moving
@@ -153,123 +151,30 @@ def assert_due(arrival: Arrival, *, early_seconds: float = 0.002) -> None:
     )
 
 
-# ---- Celery's own levels -----------------------------------------------------------------------
-
-
-@contextmanager
-def celerys_levels(
-    url: str, *, queue_type: str = "quorum", prefix: str | None = None
-) -> Iterator[Celery]:
-    """A plain app whose delayed tasks wait in Celery's own levels."""
-    with closing(plain_app(url)) as app, app.connection_for_write() as connection:
-        celerys.declare_native_delayed_delivery_exchanges_and_queues(connection, queue_type, prefix)
-        for queue in queues():
-            queue(connection.default_channel).declare()
-            if queue.exchange.type == "topic":
-                celerys.bind_queue_to_native_delayed_delivery_exchange(connection, queue, prefix)
-        yield app
-
-
-@pytest.mark.parametrize("queue_type", ["quorum", in_ci("classic")])
-def test_tasks_in_celerys_own_levels_keep_due_time_and_destination(
-    app: Celery, vhost_url: str, queue_type: str
-) -> None:
-    with celerys_levels(vhost_url, queue_type=queue_type) as plain:
-        send(plain, 1, 4.4, routing_key="ignored", priority=3)
-        send(plain, 2, 700, expires=900)
-        send(plain, 3, 30, queue="parcels")
-    told = migrated(app, "celery")
-    (source,) = told["sources"]
-    assert (source["source"], source["count"], source["moved"]) == ("celery_delayed_*", 3, 3)
-    assert source["doubtful"] == []
-    assert told["into"] == topology_of(app).name
-    with Connection(vhost_url) as connection:
-        assert sum(depth(connection, f"celery_delayed_{n}") for n in range(28)) == 0
-    with arriving(app) as inbox:
-        (arrival,) = inbox.wait_for(1)
-    assert_due(arrival)
-    message = arrival.message
-    assert message.delivery_info["exchange"] == "shop"
-    assert message.delivery_info["routing_key"] == "orders.#"
-    assert message.properties["priority"] == 3
-    assert not {name for name in message.headers if name.startswith("x-")}
-    assert arrival.waited
-    far, near = sorted(in_levels(app), key=due_of, reverse=True)
-    assert (far.headers["id"], near.headers["id"]) == ("order-2", "order-3")
-    assert due_of(far) == pytest.approx(time() + 700, abs=60)
-    assert far.headers[HEADER]["expires"] / 1000 == pytest.approx(time() + 900, abs=60)
-
-
-@on_one_version
-def test_levels_with_a_prefix_are_found_and_a_message_without_an_eta_stays(
-    app: Celery, vhost_url: str
-) -> None:
-    with celerys_levels(vhost_url, queue_type="classic", prefix="eu") as plain:
-        with plain.connection_for_write() as connection:
-            key = celerys.calculate_routing_key(300, "parcel")
-            Producer(connection).publish("x", exchange="eu_celery_delayed_27", routing_key=key)
-    found = migrated(app, "celery", status=1)["sources"]
-    (source,) = (each for each in found if each["count"])
-    assert (source["source"], source["moved"]) == ("eu_celery_delayed_*", 0)
-    ((why, count),) = source["refused"].items()
-    assert "no ETA" in why
-    assert count == 1
-    told = migrated(app, "celery:eu", status=1)
-    assert [each["source"] for each in told["sources"]] == ["eu_celery_delayed_*"]
-
-
-@on_one_version
-def test_a_message_without_destination_stays_and_is_reported(app: Celery, vhost_url: str) -> None:
-    with celerys_levels(vhost_url, queue_type="classic") as plain:
-        send(plain, 1, 400)
-        with plain.connection_for_write() as connection:
-            key = celerys.calculate_routing_key(400, "nobody.knows")
-            Producer(connection).publish("x", exchange="celery_delayed_27", routing_key=key)
-    told = migrated(app, "celery", status=1)
-    (source,) = told["sources"]
-    assert source["moved"] == 1
-    ((why, count),) = source["refused"].items()
-    assert "nobody.knows" in why
-    assert count == 1
-    with Connection(vhost_url) as connection:
-        assert depth(connection, "celery_delayed_8") == 1
-
-
 # ---- earlier levels of ours --------------------------------------------------------------------
 
 
 @on_one_version
-def test_messages_in_levels_of_another_namespace_stay_unchanged(
-    app: Celery, vhost_url: str, settings: dict[str, Any]
-) -> None:
-    with an_app(vhost_url, **settings, **EARLIER) as old:
+def test_messages_in_levels_of_another_namespace_stay_unchanged(vhost_url: str) -> None:
+    """The management API is not needed."""
+    nobody = {"management_url": "http://127.0.0.1:9"}
+    with an_app(vhost_url, **nobody) as app, an_app(vhost_url, **EARLIER) as old:
         send(old, 1, 500, priority=3)
         send(old, 2, 4)
         before = {message.headers["id"]: message for message in in_levels(old)}
-    told = migrated(app, OLD)
-    (source,) = (each for each in told["sources"] if each["count"])
-    assert source["moved"] == 2
-    assert in_levels(old) == []
-    after = {message.headers["id"]: message for message in in_levels(app)}
-    kept, was = after["order-1"], before["order-1"]
-    assert headers_of(kept) == headers_of(was)  # delivery id, due time, destination
-    assert kept.properties["priority"] == 3
-    with arriving(app) as inbox:
-        (arrival,) = inbox.wait_for(1)
-    assert_due(arrival)
-    assert arrival.message.headers["id"] == "order-2"
-    assert migrated(app, OLD)["moved"] == 0
-
-
-@on_one_version
-def test_levels_of_another_namespace_need_no_management_api(vhost_url: str) -> None:
-    nobody = {"management_url": "http://127.0.0.1:9"}
-    with an_app(vhost_url, **EARLIER) as old, an_app(vhost_url, **nobody) as app:
-        send(old, 1, 500)
-        done = command(app, "migrate", "--from", "namespace:celery_delay", "--yes")
-        assert done.exit_code == 1
-        assert "namespace:NAME" in done.output
-        assert migrated(app, OLD)["moved"] == 1
+        told = migrated(app, OLD)
+        (source,) = (each for each in told["sources"] if each["count"])
+        assert source["moved"] == 2
+        assert in_levels(old) == []
+        after = {message.headers["id"]: message for message in in_levels(app)}
+        kept, was = after["order-1"], before["order-1"]
+        assert headers_of(kept) == headers_of(was)  # delivery id, due time, destination
+        assert kept.properties["priority"] == 3
+        with arriving(app) as inbox:
+            (arrival,) = inbox.wait_for(1)
+        assert_due(arrival)
+        assert arrival.message.headers["id"] == "order-2"
+        assert migrated(app, OLD)["moved"] == 0
 
 
 @on_one_version
@@ -299,19 +204,14 @@ def other_url(rabbitmq: PrivateRabbitMQ) -> Iterator[str]:
 
 
 @on_one_version
-def test_from_another_rabbitmq_celerys_levels_and_ours_are_moved(
+def test_what_waits_on_another_rabbitmq_is_moved(
     app: Celery, other_url: str, settings: dict[str, Any]
 ) -> None:
-    with celerys_levels(other_url, queue_type="classic") as plain:
-        send(plain, 1, 400)
     with an_app(other_url, **settings) as old:
-        send(old, 2, 500)
-        send(old, 3, 600, queue="reminders")
-    told = migrated(app, other_url)
-    assert told["moved"] == 3
-    assert {message.headers["id"] for message in in_levels(app)} == {
-        f"order-{number}" for number in (1, 2, 3)
-    }
+        send(old, 1, 500)
+        send(old, 2, 600, queue="reminders")
+    assert migrated(app, other_url)["moved"] == 2
+    assert {message.headers["id"] for message in in_levels(app)} == {"order-1", "order-2"}
     assert migrated(app, other_url)["moved"] == 0
 
 
@@ -425,6 +325,9 @@ def test_tasks_of_an_app_that_moved_to_another_virtual_host_are_named_and_moved(
         assert "none runs" not in told
     with an_app(other_url, store=a_store) as moved:
         assert Delay(moved).count() == 0
+        with moved.connection_for_write() as connection:
+            part = connection.default_channel.worker_part(installation_of(moved).settings())
+            assert next(iter(part.dangers())).check == "virtual hosts"
         told = " ".join(command(moved, "doctor").output.split())
         assert f"2 task(s) in {a_store} wait for workers of the virtual host '{old}'" in told
         assert f"delay migrate --from store --vhost {old}`" in told
@@ -441,38 +344,6 @@ def test_tasks_of_an_app_that_moved_to_another_virtual_host_are_named_and_moved(
 
 
 @on_one_version
-@pytest.mark.parametrize("names", [["*"], ["other"]])
-def test_without_the_management_api_a_worker_still_names_what_is_wrong_with_its_store(
-    vhost_url: str, other_url: str, tmp_path: Path, names: list[str]
-) -> None:
-    store = f"sqlite:///{tmp_path}/delays.db"
-    with an_app(vhost_url, store=store) as app:
-        command(app, "declare")
-        send(app, 1, 500)
-    nowhere = "http://127.0.0.1:9"
-    with an_app(other_url, store=store, store_tasks=names, management_url=nowhere) as moved:
-        with moved.connection_for_write() as connection:
-            part = connection.default_channel.worker_part(installation_of(moved).settings())
-            assert next(iter(part.dangers())).check == "virtual hosts"
-
-
-@on_one_version
-def test_an_app_on_another_broker_finds_the_tasks_of_a_store_by_their_virtual_host(
-    vhost_url: str, a_store: str
-) -> None:
-    vhost = vhost_name(vhost_url)
-    with an_app(vhost_url, store=a_store) as app:
-        command(app, "declare")
-        send(app, 1, 500)
-        with private_redis() as broker, an_app(broker.url) as moved:
-            done = command(moved, "migrate", "--from", a_store, "--yes")
-            assert (done.exit_code, f"1 of '{vhost}'" in done.output) == (1, True)
-            assert migrated(moved, a_store, more=("--vhost", vhost))["moved"] == 1
-            assert [task.id for task in Delay(moved).ls()] == ["order-1"]
-        assert Delay(app).count() == 0
-
-
-@on_one_version
 def test_a_redis_that_was_the_broker_and_is_now_the_store_gives_its_tasks_away(
     vhost_url: str, store_redis: PrivateRedis
 ) -> None:
@@ -483,60 +354,13 @@ def test_a_redis_that_was_the_broker_and_is_now_the_store_gives_its_tasks_away(
         assert [task.id for task in Delay(app).ls()] == ["order-1"]
 
 
-@on_one_version
-def test_delayed_tasks_in_redis_queues_are_reported_and_left(
-    app: Celery, store_redis: PrivateRedis
-) -> None:
-    """Also tasks that a plain worker holds, and tasks in a queue that the app does not name."""
-    with closing(plain_app(store_redis.url)) as plain, plain.connection_for_write() as connection:
-        send(plain, 1, 500, queue="reminders", priority=6)
-        send(plain, 2, 500, queue="reminders")
-        send(plain, 3, -5, queue="reminders")
-        send(plain, 5, 500, queue="elsewhere")
-        channel = connection.default_channel
-        (orders,) = (each for each in queues() if each.name == "orders")
-        orders(channel).declare()
-        send(plain, 4, 500)
-        held = channel.basic_get("orders")
-        done = command(app, "migrate", "--from", store_redis.url, "--dry-run")
-        assert re.findall(r"^(\w+) +(\d)$", done.stdout, re.M) == [
-            ("elsewhere", "1"),
-            ("reminders", "2"),
-            ("unacked", "1"),
-        ]
-        told = migrated(app, store_redis.url, status=1)
-        assert told["moved"] == 0
-        why = {each["source"]: each["refused"] for each in told["sources"] if each["refused"]}
-        assert {name: [*counts.values()] for name, counts in why.items()} == {
-            "elsewhere": [1],
-            "reminders": [2],
-            "unacked": [1],
-        }
-        assert "let an installed worker consume its queue" in str(why["reminders"])
-        assert in_levels(app) == []
-        held.ack()
-
-
-@on_one_version
-def test_an_old_redis_is_read_under_the_global_keyprefix_of_the_app(
-    app: Celery, store_redis: PrivateRedis
-) -> None:
-    prefix = {"global_keyprefix": "shop:"}
-    old = plain_app(store_redis.url, broker_transport_options=prefix)
-    with closing(install(old)):
-        send(old, 1, 500)
-        send(old, 2, 500)
-    app.conf.broker_transport_options = {**app.conf.broker_transport_options, **prefix}
-    assert migrated(app, store_redis.url)["moved"] == 2
-    assert {message.headers["id"] for message in in_levels(app)} == {"order-1", "order-2"}
-
-
 def test_an_old_redis_is_read_with_all_transport_options_of_the_app(
     store_redis: PrivateRedis,
 ) -> None:
     """Celery's own example of priorities sets ``sep``, which is part of the names of lists."""
     server = store_redis.url.removesuffix("/0")
     options = {"sep": ":", "priority_steps": [0, 2, 7], "queue_order_strategy": "priority"}
+    options["global_keyprefix"] = "shop:"
     with (
         closing(install(plain_app(f"{server}/1"))) as old,
         closing(install(plain_app(f"{server}/2"))) as new,
@@ -550,7 +374,7 @@ def test_an_old_redis_is_read_with_all_transport_options_of_the_app(
         Delay(new).run_all_now([f"order-{number}" for number in range(3)])
         with new.connection_for_read() as connection:
             client = connection.default_channel.client
-            lists = ("orders", "orders:2", "orders:7")
+            lists = ("orders", "orders:2", "orders:7")  # the client adds the prefix
             wait_until(lambda: all(client.llen(name) == 1 for name in lists))
 
 
@@ -559,16 +383,17 @@ def test_wrong_sources_are_refused_with_the_reason(
     app: Celery, vhost_url: str, store_redis: PrivateRedis
 ) -> None:
     for name, says in [
-        ("nonsense", "expected celery"),
-        ("queue:orders", "expected celery"),
+        ("nonsense", "expected namespace:NAME"),
+        ("queue:orders", "expected namespace:NAME"),
         (vhost_url, "own broker"),
         ("amqp://127.0.0.1:9//", "cannot use amqp://"),
         ("nosuch://x", "scheme"),
+        ("namespace:celery_delay", "namespace:NAME"),
     ]:
         done = command(app, "migrate", "--from", name, "--yes")
         assert (done.exit_code, says in done.output) == (1, True), (name, done.output)
     with an_app(store_redis.url) as redis_app:
-        done = command(redis_app, "migrate", "--from", "celery", "--yes")
+        done = command(redis_app, "migrate", "--from", OLD, "--yes")
         assert "about RabbitMQ" in done.output
 
 
@@ -576,21 +401,16 @@ def test_wrong_sources_are_refused_with_the_reason(
 
 
 @on_one_version
-def test_migrate_asks_first_and_a_dry_run_only_counts(
+def test_migrate_counts_and_asks_first(
     app: Celery, vhost_url: str, settings: dict[str, Any]
 ) -> None:
     with an_app(vhost_url, **settings, **EARLIER) as old:
         for number in range(3):
             send(old, number, 400)
         name = topology_of(old).name
-        done = command(app, "migrate", "--from", OLD, "--dry-run")
-        assert (done.exit_code, done.stdout.splitlines()[1:]) == (
-            0,
-            [f"{name}         3", "would move up to 3 message(s)"],
-        )
         done = command(app, "migrate", "--from", OLD, answer="n\n")
         assert done.exit_code == 1
-        assert "Move them into" in done.stderr
+        assert f"{name}         3\nMove them into" in done.stderr
         assert len(in_levels(old)) == 3
         done = command(app, "migrate", "--from", OLD, "--rate", "100", answer="y\n")
         assert done.stdout.splitlines()[-1] == f"3 message(s) moved into {topology_of(app).name}"
@@ -659,14 +479,15 @@ def killed_in_the_middle(app: Celery, *names: str) -> None:
 def test_a_message_in_both_places_is_recognised_or_reported_as_doubtful(
     vhost_url: str, settings: dict[str, Any], store_redis: PrivateRedis, stored: bool
 ) -> None:
-    if stored:
-        settings["store"] = store_redis.url
-    with celerys_levels(vhost_url, queue_type="quorum") as plain:
-        send(plain, 1, 400)
-        send(plain, 2, 400)
-    with an_app(vhost_url, **settings) as app:
-        killed_in_the_middle(app, "celery")
-        (source,) = migrated(app, "celery")["sources"]
+    more = {"store": store_redis.url} if stored else {}
+    with (
+        an_app(vhost_url, **settings, **EARLIER) as old,
+        an_app(vhost_url, **settings, **more) as app,
+    ):
+        for number in (1, 2):
+            send(old, number, 400)
+        killed_in_the_middle(app, OLD)
+        (source,) = migrated(app, OLD)["sources"]
         assert source["moved"] == 2
         if stored:
             assert source["doubtful"] == []
@@ -674,20 +495,6 @@ def test_a_message_in_both_places_is_recognised_or_reported_as_doubtful(
         else:
             ids = sorted(message.headers["id"] for message in in_levels(app))
             assert (ids, source["doubtful"]) == (["order-1", "order-1", "order-2"], ["order-1"])
-
-
-@on_one_version
-def test_redis_and_stores_recognise_a_message_that_is_moved_twice(
-    app: Celery, vhost_url: str, store_redis: PrivateRedis, tmp_path: Path
-) -> None:
-    store = f"sqla+sqlite:///{tmp_path}/delays.db"
-    with an_app(store_redis.url) as redis_app, an_app(store) as store_app:
-        for target in (redis_app, store_app):
-            send(app, 1, 400)
-            killed_in_the_middle(target, vhost_url)
-            (source,) = (each for each in migrated(target, vhost_url)["sources"] if each["moved"])
-            assert (source["moved"], source["doubtful"]) == (1, [])
-            assert Delay(target).count() == 1
 
 
 @on_one_version
@@ -781,15 +588,7 @@ def waiting(app: Celery) -> set[str]:
     return {task.id for task in Delay(app).ls() if task.due_us > time_ns() // 1000 + wait_us}
 
 
-@pytest.mark.parametrize(
-    ("source", "target"),
-    [
-        ("redis", "rabbitmq"),
-        in_ci("store", "redis"),
-        in_ci("redis", "store"),
-        in_ci("store", "rabbitmq"),
-    ],
-)
+@pytest.mark.parametrize(("source", "target"), [("redis", "rabbitmq"), in_ci("store", "redis")])
 @on_one_version
 def test_a_key_moves_with_its_task(place: Callable[[str], Any], source: str, target: str) -> None:
     """The next call on the new broker finds the task; on the old one the key is free."""
@@ -821,7 +620,7 @@ def test_into_a_broker_without_store_a_task_moves_without_its_key(
     with an_app(store_redis.url) as old:
         (_, call), *_ = keyed_calls(old)
         first = call().id
-        done = command(app, "migrate", "--from", store_redis.url, "--dry-run")
+        done = command(app, "migrate", "--from", store_redis.url, answer="n\n")
         assert "tasks lose their key" in done.stderr
         assert migrated(app, store_redis.url)["moved"] == 1
         (message,) = in_levels(app)
@@ -865,17 +664,3 @@ def test_a_place_in_a_rates_queue_is_kept_on_the_same_broker_only(
         assert migrated(app, OLD, store_redis.url)["moved"] == 2
         places = {each.headers["id"]: each.headers.get(PLACE) for each in in_levels(app)}
         assert places == {"order-1": None, "order-2": '{"reminders": 17}'}
-
-
-# ---- what is left ------------------------------------------------------------------------------
-
-
-def test_doctor_names_the_queues_of_celerys_own_delayed_delivery(
-    app: Celery, vhost_url: str
-) -> None:
-    """They are advice, and the remedy names the source of ``delay migrate``."""
-    with celerys_levels(vhost_url):
-        found = json.loads(command(app, "verify", "--json").stdout)["findings"]
-    advice = {each["problem"]: each["remedy"] for each in found if each["level"] == "advice"}
-    remedy = advice["celery_delayed_*: delay queues of Celery's own delayed delivery"]
-    assert "--from celery" in remedy

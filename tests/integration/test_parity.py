@@ -56,6 +56,20 @@ TOPOLOGY = Topology(DelaySettings.from_mapping(SETTINGS | {"fused_bits": 4}))
 MORE_EXAMPLES = int(os.environ.get("NATIVE_DELAY_PARITY_EXAMPLES", "0"))
 EXAMPLES = 20 if IN_CI else 12
 
+
+def examples(count: int) -> settings:
+    """Draw *count* examples, or as many new ones as NATIVE_DELAY_PARITY_EXAMPLES says."""
+    return settings(
+        max_examples=MORE_EXAMPLES or count,
+        derandomize=not MORE_EXAMPLES,
+        phases=list(Phase) if MORE_EXAMPLES else [Phase.generate],  # shrinking takes minutes
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        report_multiple_bugs=False,
+    )
+
+
 #: The exchanges that a new virtual host has.
 BUILT_IN = {
     "amq.direct": "direct",
@@ -496,15 +510,7 @@ def check(site: Site) -> None:
 def test_a_delayed_message_arrives_where_the_undelayed_one_does(
     rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str
 ) -> None:
-    @settings(
-        max_examples=MORE_EXAMPLES or EXAMPLES,
-        derandomize=not MORE_EXAMPLES,
-        phases=list(Phase) if MORE_EXAMPLES else [Phase.generate],  # shrinking takes minutes
-        database=None,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-        report_multiple_bugs=False,
-    )
+    @examples(EXAMPLES)
     @given(graphs())
     def every_graph(graph: Graph) -> None:
         with site_of(vhost_url, with_own_exchanges(graph)) as site:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import datetime
 from time import time
 from typing import Any
@@ -23,7 +22,6 @@ from tests.brokers import on_one_version
 from tests.integration.traffic import (
     TOPOLOGY,
     Inbox,
-    assert_nothing_held,
     bind,
     bodies,
     declare_exchange,
@@ -35,14 +33,6 @@ from tests.integration.traffic import (
 )
 from tests.traffic import eta_in, publish
 from tests.waiting import wait_until
-
-
-@pytest.fixture
-def connection(vhost_url: str) -> Iterator[Any]:
-    """A delaying connection whose delay levels are declared."""
-    with delaying(vhost_url) as connection:
-        delays_of(connection).prepare()
-        yield connection
 
 
 def wait_parked(connection: Any, number: int) -> None:
@@ -161,19 +151,6 @@ def test_a_cancelled_message_stays_cancelled(
 
 
 @on_one_version
-def test_a_message_due_beyond_the_levels_stays_parked(connection: Any) -> None:
-    """In the levels it would reach a plain consumer too early."""
-    longest = TOPOLOGY.max_units * TOPOLOGY.resolution_ms / 1000
-    park_early(connection, "far", queue="elsewhere", delay=longest + 60)
-    park(connection, "late", "nobody")
-    wait_parked(connection, 2)
-    declare_queue(connection, "nobody")
-    declare_queue(connection, "elsewhere")
-    assert rescued(connection) == Rescue(delivered=1, still_parked=1)
-    assert parked_count(connection) == 1
-
-
-@on_one_version
 def test_early_messages_return_to_levels_that_rescue_declares_again(
     connection: Any, vhost_url: str
 ) -> None:
@@ -265,26 +242,6 @@ def test_messages_of_a_deleted_exchange_stay_parked(connection: Any, vhost_url: 
 
 
 # ---- one rescue at a time, and its limits ----------------------------------------------------
-
-
-@on_one_version
-def test_two_copies_of_one_delivery_are_both_kept(
-    connection: Any, rabbitmq: PrivateRabbitMQ, vhost: str
-) -> None:
-    """A broker may duplicate a message in a failover; both copies have one delivery id."""
-    park(connection, "hello", "nobody")
-    wait_parked(connection, 1)
-    channel = connection.default_channel
-    raw = channel.basic_get(TOPOLOGY.parking_queue, no_ack=True)
-    for _ in range(2):
-        channel.basic_publish(amqp.Message(raw.body, **raw.properties), "", TOPOLOGY.parking_queue)
-    wait_parked(connection, 2)
-    assert rescued(connection).still_parked == 2
-    wait_parked(connection, 2)
-    declare_queue(connection, "nobody")
-    assert rescued(connection).delivered == 2
-    assert bodies(Inbox(connection).consume(["nobody"]).wait_for(2)) == ["hello", "hello"]
-    assert_nothing_held(rabbitmq, vhost)
 
 
 @on_one_version
@@ -386,24 +343,6 @@ def test_peek_leaves_the_order_of_messages(
     for number in range(5):
         declare_queue(connection, f"nobody-{number}")
     assert rescued(connection) == Rescue(delivered=5, still_parked=1)
-
-
-@on_one_version
-def test_a_rescue_of_limited_size_leaves_the_rest(
-    connection: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for number in range(10):
-        park(connection, number, "nobody")
-    wait_parked(connection, 10)
-    declare_queue(connection, "nobody")
-    monkeypatch.setattr(parking, "BATCH", 3)
-    with monkeypatch.context() as limited:
-        limited.setattr(parking, "ROUND", 4)
-        assert rescued(connection).delivered == 4
-    wait_parked(connection, 6)
-    assert rescued(connection).delivered == 6
-    letters = Inbox(connection).consume(["nobody"])
-    assert sorted(bodies(letters.wait_for(10))) == list(range(10))
 
 
 def test_another_users_message_keeps_its_user_id(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from celery import Celery
 
 from celery_native_delay import Delay, Rate, SettingsError, install
 from celery_native_delay.app.delay import adopt_rates
-from celery_native_delay.app.installation import delaying_channel
 from celery_native_delay.app.retrying import _hold
 from celery_native_delay.rates.line import Asked, places_in
 from celery_native_delay.records.waiting import PLACE
@@ -123,22 +121,3 @@ def test_retry_after_puts_its_task_first_in_the_queues_of_all_its_limits(
             _hold(app, limit.name, limit, 30, headers)
         assert places_in(headers[PLACE]) == {limit.line: 0 for limit in limits}
         assert [line.waiting for line in Delay(app).rates()] == [8, 8]
-
-
-@on_redis
-def test_without_rates_the_setting_is_named(tmp_path: Path, empty_redis: PrivateRedis) -> None:
-    shop = Project(tmp_path).write(APP, empty_redis.url)
-    (said,) = shop.lines("rates")
-    assert said == "no task of this app has a rate: see native_delay_rates"
-
-
-@on_redis
-def test_reading_rates_again_and_again_uses_one_connection(empty_redis: PrivateRedis) -> None:
-    """The app's pool has few connections."""
-    with app_on(empty_redis.url) as app:
-        fill(app, "shop.call_api", "ada", "10/h", waiting=7)
-        with app.connection_for_write() as connection:
-            channel, settings = delaying_channel(app, connection)
-            for _ in range(50):
-                with closing(channel.lines(settings)) as lines:
-                    assert [line.waiting for line in lines.look(9)] == [7]

@@ -18,7 +18,7 @@ from redis import CredentialProvider
 from celery_native_delay import Delay, StoreUnavailable, install
 from celery_native_delay.app.doctor import examine
 from celery_native_delay.finding import WRONG
-from celery_native_delay.rates.in_redis import RedisLines
+from celery_native_delay.rates.in_records import RecordedLines
 from celery_native_delay.rates.line import Asked
 from celery_native_delay.rates.rate import Rate
 from celery_native_delay.records.waiting import Replacement
@@ -30,7 +30,7 @@ from celery_native_delay.testing.redis import ServerName
 from pytest_celery_native_delay import installed
 from tests.brokers import in_ci, self_signed_certificate
 from tests.conformance.brokers import options_of, running_broker, settings_of
-from tests.conformance.test_stores import HOUR_US, NAME, Broker, add, dispatched, listed, tasks
+from tests.conformance.test_stores import HOUR_US, Broker, add, dispatched, listed, tasks
 from tests.conformance.traffic import SETTINGS, attended, delaying
 from tests.hanging import hung
 from tests.proxy import Proxy, connected
@@ -178,16 +178,14 @@ def test_a_full_redis_takes_no_task_and_lets_waiting_ones_go(server: ServerName)
         add(store, 1, 2, wait_us=-1)
         add(store, 3, 4)
         asked = [Asked("shop.remind", None, Rate.of("1/h"))]
-        lines = RedisLines(store.client.connection_pool, store.keys, store.where)
+        lines = RecordedLines(store.state)
         assert not lines.ask(asked).wait_us
         redis.client.config_set("maxmemory", 1)
         assert lines.ask(asked).wait_us
-        lines.close()
         with pytest.raises(StoreUnavailable, match="maxmemory"):
             add(store, 5)
         assert any("maxmemory" in each.problem for each in store.findings())
         assert store.leads("a")
-        assert store.state.claim(NAME, kept_us=HOUR_US)
         assert tasks(store).cancel(["order-3"])[0]
         broker = Broker()
         broker.refuses.add("order-2")

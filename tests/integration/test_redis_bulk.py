@@ -17,10 +17,8 @@ from celery import Celery
 from celery_native_delay import PublishRefused, install
 from celery_native_delay.bulk import bulk
 from celery_native_delay.testing import PrivateRedis
-from celery_native_delay.testing.redis import ServerName
 from celery_native_delay.transports.redis.keys import RedisBrokerKeys
 from tests.integration.redis_traffic import connector, promoting
-from tests.sentinel import private_sentinel
 from tests.waiting import wait_until
 
 KEYS = RedisBrokerKeys("", "celery_delay")
@@ -88,25 +86,6 @@ def test_killed_connections_neither_lose_nor_duplicate_tasks(
     assert not empty_redis.client.keys(f"{KEYS.space}.taken.*")
 
 
-@pytest.mark.parametrize("how", ["stop", "kill"])
-def test_a_batch_waits_for_a_restarted_server(own_redis: PrivateRedis, how: str) -> None:
-    """The server keeps its messages in its append-only file."""
-    own_redis.client.config_set("appendfsync", "always")
-    app = make_app(own_redis.url)
-    with bulk(app) as batch:
-        for number in range(3_000):
-            if number in (1_000, 2_000):
-                getattr(own_redis, how)()
-                own_redis.start()
-                own_redis.client.config_set("appendfsync", "always")
-            batch.send("shop.remind", (number,), countdown=0 if number % 10 else 2)
-    app.close()
-    assert batch.result.confirmed == 3_000
-    with promoting(connector(own_redis.url)):
-        wait_until(lambda: not own_redis.client.zcard(KEYS.due))
-    assert numbers(own_redis) == list(range(3_000))
-
-
 def test_flushed_scripts_are_sent_again(empty_redis: PrivateRedis, app: Celery) -> None:
     with bulk(app, window=250) as batch:
         for number in range(2_000):
@@ -116,21 +95,6 @@ def test_flushed_scripts_are_sent_again(empty_redis: PrivateRedis, app: Celery) 
     assert batch.result.confirmed == 2_000
     assert len(numbers(empty_redis)) == 100
     assert empty_redis.client.zcard(KEYS.due) == empty_redis.client.hlen(KEYS.messages) == 1_900
-
-
-@pytest.mark.ci
-def test_through_sentinel_and_a_failover(server_name: ServerName) -> None:
-    with private_sentinel(server=server_name) as sentinel:
-        app = make_app(sentinel.url, master_name=sentinel.master_name)
-        with bulk(app) as batch:
-            for number in range(400):
-                if number == 200:
-                    sentinel.failover()
-                batch.send("shop.remind", (number,), countdown=600)
-        app.close()
-        assert batch.result.confirmed == 400
-        # Replication is asynchronous: tasks that only the old master has may be lost.
-        assert 200 <= sentinel.master.client.zcard(KEYS.due) <= 400
 
 
 # ---- refused and in doubt ------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Redis: ``delay declare | verify | status | parked | purge | plan``."""
+"""Redis: ``delay declare | doctor | status | parked | purge``."""
 
 from __future__ import annotations
 
@@ -9,14 +9,11 @@ from typing import Any
 
 import pytest
 
-from celery_native_delay import UnsupportedBroker
-from celery_native_delay.finding import UNCHECKED
-from celery_native_delay.redis_server import Server
 from celery_native_delay.testing import PrivateRedis
-from celery_native_delay.transports.redis import delays, moving
+from celery_native_delay.transports.redis import moving
 from celery_native_delay.transports.redis.parts import RedisAdminPart
 from tests.integration.project import APP, Project
-from tests.integration.redis_traffic import delaying, promote, store_of
+from tests.integration.redis_traffic import delaying, store_of
 from tests.traffic import publish
 
 pytestmark = pytest.mark.parametrize("server_name", ["redis"], indirect=True)
@@ -42,7 +39,7 @@ def park(connection: Any, server: PrivateRedis) -> None:
     publish(connection, "bad", "poison", delay=60, headers=headers)
     store = store_of(connection)
     store.client.zadd(store.keys.due, {store.client.zrange(store.keys.due, 0, 0)[0]: 0})
-    assert promote(store).parked == 1
+    assert store.promote().parked == 1
 
 
 def test_declare_checks_the_server(shop: Project) -> None:
@@ -51,51 +48,35 @@ def test_declare_checks_the_server(shop: Project) -> None:
     assert shop.told("declare")["name"] == NAME
 
 
-def test_verify_finds_nothing_on_a_server_as_it_should_be(shop: Project) -> None:
-    assert shop.lines("verify") == [f"{NAME}: as expected"]
-
-
-def test_verify_finds_settings_that_may_lose_messages(
+def test_doctor_finds_settings_that_may_lose_messages(
     shop: Project, empty_redis: PrivateRedis
 ) -> None:
     client = empty_redis.client
     client.config_set("maxmemory-policy", "allkeys-lru")
     client.config_set("appendonly", "no")
     try:
-        found = shop.told("verify", status=1)
-        done = shop.delay("verify")
+        found = shop.told("doctor", status=1)
+        done = shop.delay("doctor")
     finally:
         client.config_set("maxmemory-policy", "noeviction")
         client.config_set("appendonly", "yes")
     assert [finding["problem"].split(":")[0] for finding in found["findings"]] == [
         "maxmemory-policy is allkeys-lru",
         "appendonly is no",
+        NAME,
     ]
+    assert found["findings"].pop()["check"] == "promoting"
     assert done.returncode == 1
     for finding in found["findings"]:
         assert f"wrong: server: {finding['problem']}\n    {finding['remedy']}\n" in done.stdout
-    assert done.stdout.endswith("\n2 problem(s) found\n")
+    assert done.stdout.endswith("\n3 problem(s) found\n")
 
 
 def test_examine_finds_lost_messages(connection: Any) -> None:
     store = store_of(connection)
     store.client.zadd(store.keys.due, {"gone": 0})
-    lost, *_ = RedisAdminPart(connection.default_channel).examine()
-    assert lost.problem == f"{NAME}: 1 message(s) lost"
-
-
-def test_verify_reports_what_it_could_not_check(
-    connection: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    part = RedisAdminPart(connection.default_channel)
-    monkeypatch.setattr(delays, "server_of", lambda client, **_: Server())
-    (found,) = part.verify()
-    assert found.level == UNCHECKED
-    old = Server(version=(6, 0, 0))
-    monkeypatch.setattr(delays, "server_of", lambda client, **_: old)
-    connection.default_channel.delays._server = None
-    with pytest.raises(UnsupportedBroker):
-        part.verify()
+    found = [each.problem for each in RedisAdminPart(connection.default_channel).examine()]
+    assert f"{NAME}: 1 message(s) lost" in found
 
 
 def test_status_counts(shop: Project, connection: Any, empty_redis: PrivateRedis) -> None:
@@ -168,10 +149,7 @@ def test_purge_asks_first(shop: Project, connection: Any, empty_redis: PrivateRe
     assert (census.waiting, census.parked) == (0, 1)
 
 
-def test_a_lost_message_does_not_stop_migrate(
-    connection: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(moving, "_CHUNK", 2)
+def test_a_lost_message_does_not_stop_migrate(connection: Any) -> None:
     for number in range(6):
         publish(connection, number, "jobs", delay=60 + number)
     store = store_of(connection)
@@ -180,26 +158,6 @@ def test_a_lost_message_does_not_stop_migrate(
     source = moving.RedisSource(connection.default_channel)
     assert [source.done() for _ in source.found()] == [True] * 5
     assert store.census().waiting == 1
-
-
-def test_plan_needs_no_levels(shop: Project) -> None:
-    done = shop.delay("plan", "90")
-    assert (
-        done.stdout == "1 min 30 s waits 1 min 30 s in celery_delay.v2.due, then goes to 'celery'\n"
-    )
-    assert shop.told("plan", "0.0015") == {
-        "delay_seconds": 0.0015,
-        "waits_seconds": 0.0015,
-        "key": "celery_delay.v2.due",
-        "hops": [],
-    }
-
-
-def test_plan_shows_the_key_with_its_prefix(shop: Project) -> None:
-    """Without a broker."""
-    app = APP + 'app.conf.broker_transport_options = {{"global_keyprefix": "shop:"}}\n'
-    shop.write(app, "redis://127.0.0.1:9")
-    assert shop.told("plan", "1")["key"] == "shop:celery_delay.v2.due"
 
 
 def test_missing_permissions_are_a_one_line_error(

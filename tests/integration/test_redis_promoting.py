@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from celery_native_delay.transports.redis.keys import Destination, entry_of
 from celery_native_delay.transports.redis.promoter import RedisPromoter
 from pytest_celery_native_delay import installed
 from tests.brokers import self_signed_certificate
-from tests.integration.redis_traffic import connector, delaying, promoting, row, store_of
+from tests.integration.redis_traffic import connector, delaying, promoting, store_of
 from tests.sentinel import PrivateSentinel, private_sentinel
 from tests.traffic import inbox, publish
 from tests.waiting import wait_until
@@ -94,16 +93,6 @@ def test_a_promoter_stops_at_once(
         wait_until(lambda: blocked_clients(empty_redis) == 1)
 
 
-def test_a_promoter_reconnects_after_its_connection_was_killed(empty_redis: PrivateRedis) -> None:
-    with promoting(connector(empty_redis.url)) as promoter:
-        for number in range(3):
-            wait_until(lambda: blocked_clients(empty_redis) == 1)
-            empty_redis.client.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
-            with delaying(empty_redis.url) as connection:
-                publish(connection, number, "jobs", delay=0.2)
-            wait_until(lambda n=number: promoter.promoted > n)
-
-
 @pytest.mark.parametrize("how", ["stop", "kill"])
 def test_promoting_goes_on_after_a_restart_of_the_server(own_redis: PrivateRedis, how: str) -> None:
     """The server writes its append-only file before every answer, so SIGKILL loses nothing."""
@@ -116,23 +105,6 @@ def test_promoting_goes_on_after_a_restart_of_the_server(own_redis: PrivateRedis
         own_redis.start()
         wait_until(lambda: promoter.promoted == 20)
     assert own_redis.client.llen("jobs") == 20
-
-
-@pytest.mark.ci
-def test_many_promoters_share_what_is_due(empty_redis: PrivateRedis) -> None:
-    """One of them promotes each message, without all four looking for each."""
-    with delaying(empty_redis.url) as connection, ExitStack() as stack:
-        promoters = [stack.enter_context(promoting(connector(empty_redis.url))) for _ in range(4)]
-        store = store_of(connection)
-        begin_us = store.now_us() + 2_000_000
-        for number in range(300):
-            due_us = begin_us + number * 5_000
-            store.add([row(f"task-{number}", due_us, Destination(("jobs",)), str(number))])
-        empty_redis.client.config_resetstat()
-        wait_until(lambda: sum(promoter.promoted for promoter in promoters) == 300)
-        looks = empty_redis.client.info("commandstats")["cmdstat_evalsha"]["calls"]
-    assert empty_redis.client.llen("jobs") == 300
-    assert looks < 4 * 300, "four that all come for each message would look 1200 times"
 
 
 # ---- Sentinel and TLS --------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from kombu import Connection, Queue
 from kombu.transport import redis as kombu_redis
 
 from celery_native_delay import (
-    BrokerFull,
     UnsupportedBroker,
     redis_server,
 )
@@ -26,7 +25,6 @@ from tests.integration.redis_traffic import (
     delaying,
     delays_of,
     entries,
-    promote,
     promoting,
     store_of,
 )
@@ -38,7 +36,7 @@ WITH_BATCH = hasattr(kombu_redis, "PublishBatch")  # kombu 5.7
 
 def promote_all(connection: Any) -> int:
     """Hand over all due messages; their number."""
-    return promote(store_of(connection)).delivered
+    return store_of(connection).promote().delivered
 
 
 def make_due(connection: Any) -> None:
@@ -121,32 +119,6 @@ def test_a_requeued_message_does_not_wait_again(empty_redis: PrivateRedis) -> No
         assert store_of(connection).census().waiting == 0
 
 
-def test_our_header_on_a_users_message_is_ignored(empty_redis: PrivateRedis) -> None:
-    """A plain worker copies unknown headers to a retry."""
-    with delaying(empty_redis.url) as connection, Connection(empty_redis.url) as plain:
-        trace = {HEADER: {"v": 1, "due": 1}}
-        publish(plain, "hello", "jobs", headers=trace | {"eta": eta_in(60)})
-        message = connection.default_channel.basic_get("jobs", no_ack=True)
-        assert message.native_delay is None
-        assert HEADER not in message.headers
-        publish(connection, "hello", "jobs", headers=trace, delay=60)
-        make_due(connection)
-        promote_all(connection)
-        assert connection.default_channel.basic_get("jobs", no_ack=True).native_delay is not None
-
-
-# ---- ETAs --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("eta", [datetime(2020, 1, 1, tzinfo=UTC).isoformat(), None, "no date"])
-def test_a_past_missing_or_malformed_eta_is_published_at_once(
-    empty_redis: PrivateRedis, eta: str | None
-) -> None:
-    with delaying(empty_redis.url) as connection:
-        publish(connection, "hello", "jobs", headers={"eta": eta})
-        assert connection.default_channel.basic_get("jobs", no_ack=True) is not None
-
-
 # ---- kombu's own options -----------------------------------------------------------------------
 
 
@@ -183,21 +155,6 @@ def test_kombus_producer_batch_delays_messages_with_an_eta(
         make_due(connection)
         assert promote_all(connection) == 10
         assert empty_redis.client.llen(f"{prefix}jobs") == 20
-
-
-@pytest.mark.skipif(not WITH_BATCH, reason="kombu 5.7 brought batches")
-def test_kombus_producer_batch_sends_nothing_after_an_error(empty_redis: PrivateRedis) -> None:
-    with delaying(empty_redis.url) as connection:
-        producer = connection.Producer()
-
-        def change_ones_mind() -> None:
-            with producer.batch():
-                producer.publish(1, routing_key="jobs", headers={"eta": eta_in(60)})
-                raise LookupError
-
-        with pytest.raises(LookupError):
-            change_ones_mind()
-        assert entries(store_of(connection)) == 0
 
 
 def test_over_a_unix_socket(empty_redis: PrivateRedis) -> None:
@@ -243,41 +200,6 @@ def test_a_server_that_cannot_hold_messages_is_refused_on_every_publish(
         assert_nothing_sent(empty_redis)
 
 
-def test_a_full_server_refuses_new_messages_and_hands_over_waiting_ones(
-    own_redis: PrivateRedis,
-) -> None:
-    """Publishing raises, waiting messages arrive, and then there is room again."""
-    with delaying(own_redis.url) as connection:
-        for number in range(20):
-            publish(connection, number, "jobs", delay=0.5)
-        own_redis.client.config_set("maxmemory", 1)
-        with pytest.raises(BrokerFull, match="nothing was sent"):
-            publish(connection, "one more", "jobs", delay=0.5)
-        with promoting(connector(own_redis.url)) as promoter:
-            wait_until(lambda: promoter.promoted == 20)
-            own_redis.client.config_set("maxmemory", 0)
-            publish(connection, "again", "jobs", delay=0.1)
-            # kombu's consumers write to Redis, too, so they need room.
-            with inbox(connection, "jobs") as received:
-                received.wait_for(21)
-
-
-def test_without_permission_for_info_delays_work(empty_redis: PrivateRedis) -> None:
-    """Some proxies and ACLs refuse INFO; the script for old servers works everywhere."""
-    client = empty_redis.client
-    client.execute_command(*["ACL", "SETUSER", "shy", "on", ">shy", "~*", "&*", "+@all", "-info"])
-    url = empty_redis.url.replace("//", "//shy:shy@")
-    with (
-        promoting(connector(url)),
-        delaying(url) as connection,
-        inbox(connection, "jobs") as received,
-    ):
-        publish(connection, "hello", "jobs", delay=0.2)
-        received.wait_for(1)
-        assert delays_of(connection).version == ()
-    client.execute_command("ACL", "DELUSER", "shy")
-
-
 def test_a_message_put_back_waits_by_the_servers_clock(
     empty_redis: PrivateRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -287,7 +209,7 @@ def test_a_message_put_back_waits_by_the_servers_clock(
         assert abs(delays.clock_ahead_seconds()) < 1
         publish(connection, "hello", "jobs", delay=60, headers={"id": "1"})
         make_due(connection)
-        promote(store)
+        store.promote()
         message = connection.default_channel.basic_get("jobs", no_ack=True)
         for each in (module, redis_server):
             monkeypatch.setattr(each, "time_ns", lambda: time_ns() - 20_000_000_000)

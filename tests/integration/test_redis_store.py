@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from celery_native_delay import BrokerFull, NotPermitted
-from celery_native_delay.redis_server import Server
 from celery_native_delay.testing import PrivateRedis
 from celery_native_delay.transports.redis.keys import Destination, RedisBrokerKeys
 from celery_native_delay.transports.redis.store import BATCH, RedisBrokerStore, Rounds
-from tests.integration.redis_traffic import entries, promote, row
+from tests.integration.redis_traffic import entries, row
 from tests.waiting import PATIENCE_SECONDS
 
 KEYS = RedisBrokerKeys("", "tests")
@@ -26,15 +25,6 @@ ENVELOPE = json.dumps({"a": [], "f": 1.0, "big": 12345678901234567, "text": "Ã¤Ã
 @pytest.fixture
 def store(empty_redis: PrivateRedis) -> RedisBrokerStore:
     return RedisBrokerStore(empty_redis.client, KEYS)
-
-
-@pytest.fixture(params=[(7, 0), (6, 2)], ids=["with script flags", "without"])
-def version(request: pytest.FixtureRequest, store: RedisBrokerStore) -> tuple[int, ...]:
-    """The server version whose script promotes; the script for 6.2 runs on newer servers, too."""
-    wanted: tuple[int, ...] = request.param
-    if Server.from_info(store.client.info()).version < wanted:
-        pytest.skip("this server knows no script flags")
-    return wanted
 
 
 def add(
@@ -49,37 +39,24 @@ def queue(store: RedisBrokerStore, name: str = "jobs") -> list[str]:
     return [envelope.decode() for envelope in reversed(store.client.lrange(name, 0, -1))]
 
 
-def test_a_due_message_is_handed_over_byte_for_byte(
-    store: RedisBrokerStore, version: tuple[int, ...]
-) -> None:
+def test_a_due_message_is_handed_over_byte_for_byte(store: RedisBrokerStore) -> None:
     store.add([row("one", store.now_us(), Destination(("jobs",)), ENVELOPE)])
-    handed = store.promote(version=version)
+    handed = store.promote()
     assert (handed.taken, handed.delivered, handed.parked, handed.wait_us) == (1, 1, 0, None)
     assert queue(store) == [ENVELOPE]
     assert store.client.keys("tests.*") == [b"tests.v2.wake"]
-
-
-def test_a_message_that_is_not_due_stays_and_its_wait_is_returned(
-    store: RedisBrokerStore, version: tuple[int, ...]
-) -> None:
-    add(store, "late", in_ms=60_000)
-    handed = store.promote(version=version)
-    assert handed.taken == 0
-    assert handed.wait_us is not None
-    assert 50_000_000 < handed.wait_us <= 60_000_000
-    assert queue(store) == []
 
 
 def test_a_due_time_is_kept_to_the_microsecond(store: RedisBrokerStore) -> None:
     """The due time is not rounded."""
     due_us = store.now_us() + 200_000 + 1
     store.add([row("one", due_us, Destination(("jobs",)), "one")])
-    handed = promote(store)
+    handed = store.promote()
     assert handed.next_us == due_us
     assert handed.wait_us == due_us - handed.now_us
     while not handed.taken:
         assert handed.now_us < due_us
-        handed = promote(store)
+        handed = store.promote()
     assert handed.now_us >= due_us
 
 
@@ -87,19 +64,17 @@ def test_messages_for_many_queues_keep_their_order_in_each(store: RedisBrokerSto
     names = ["jobs", "mail", "jobs:10"]
     for number in range(60):
         add(store, f"{number:02}", to=names[number % 7 % 3])
-    assert promote(store).delivered == 60
+    assert store.promote().delivered == 60
     for at, name in enumerate(names):
         assert queue(store, name) == [f"{n:02}" for n in range(60) if n % 7 % 3 == at]
 
 
-def test_pipelined_rounds_share_the_due_messages(
-    store: RedisBrokerStore, version: tuple[int, ...]
-) -> None:
+def test_pipelined_rounds_share_the_due_messages(store: RedisBrokerStore) -> None:
     """Also if the server does not know the script yet."""
     for number in range(BATCH + 1):
         add(store, f"{number:03}")
     store.client.script_flush()
-    rounds = Rounds(store.client.connection_pool.make_connection(), KEYS, version=version)
+    rounds = Rounds(store.client.connection_pool.make_connection(), KEYS)
     rounds.connect()
     for _ in range(3):
         rounds.ask()
@@ -113,23 +88,15 @@ def test_pipelined_rounds_share_the_due_messages(
 def test_a_queue_may_have_any_name(store: RedisBrokerStore, key: str) -> None:
     add(store, "one", to=key)
     add(store, "two", to="jobs")
-    promote(store)
+    store.promote()
     assert queue(store, key) == ["one"]
     assert queue(store) == ["two"]
-
-
-def test_a_message_added_twice_waits_once(store: RedisBrokerStore) -> None:
-    """A client that lost the answer adds it again."""
-    due_us = store.now_us()
-    for _ in range(2):
-        store.add([row("one", due_us, Destination(("jobs",)), "one")])
-    assert promote(store).delivered == 1
 
 
 def test_a_due_time_without_a_message_is_skipped(store: RedisBrokerStore) -> None:
     add(store, "one")
     store.client.zadd(KEYS.due, {"nobody": 0})
-    handed = promote(store)
+    handed = store.promote()
     assert (handed.taken, handed.delivered, handed.parked) == (2, 1, 0)
     assert store.census().waiting == 0
 
@@ -153,34 +120,18 @@ def test_only_a_new_first_due_time_sets_the_wake_up_marker(store: RedisBrokerSto
 
 
 def test_messages_for_a_key_of_the_wrong_type_are_parked_and_others_delivered(
-    store: RedisBrokerStore, version: tuple[int, ...]
+    store: RedisBrokerStore,
 ) -> None:
     store.client.set("poison", "no list")
     for number in range(10):
         add(store, f"bad {number}", to="poison")
         add(store, f"good {number}")
-    handed = store.promote(version=version)
+    handed = store.promote()
     assert (handed.taken, handed.delivered, handed.parked) == (20, 10, 10)
     assert "WRONGTYPE" in handed.refusal
     assert queue(store) == [f"good {number}" for number in range(10)]
     assert store.census().parked == 10
-    assert store.promote(version=version).taken == 0, "nothing is tried again and again"
-
-
-def test_parked_messages_are_rescued_when_their_destination_is_a_list(
-    store: RedisBrokerStore, version: tuple[int, ...]
-) -> None:
-    store.client.set("poison", "no list")
-    add(store, "one", to="poison")
-    store.promote(version=version)
-    before_us = store.now_us() + 1
-    handed = store.rescue(version=version, before_us=before_us)
-    assert (handed.taken, handed.delivered, handed.parked) == (1, 0, 1)
-    store.client.delete("poison")
-    handed = store.rescue(version=version, before_us=store.now_us() + 1)
-    assert handed.delivered == 1
-    assert queue(store, "poison") == ["one"]
-    assert entries(store) == 0
+    assert store.promote().taken == 0, "nothing is tried again and again"
 
 
 def test_a_due_broadcast_reaches_all_subscribers(store: RedisBrokerStore) -> None:
@@ -190,7 +141,7 @@ def test_a_due_broadcast_reaches_all_subscribers(store: RedisBrokerStore) -> Non
         assert pubsub.get_message(timeout=PATIENCE_SECONDS)["type"] == "subscribe"
     destination = Destination(("/0.news", "/{db}.news"), broadcast=True)
     store.add([row("one", store.now_us(), destination, "hello")])
-    assert promote(store).delivered == 1
+    assert store.promote().delivered == 1
     heard = [pubsub.get_message(timeout=PATIENCE_SECONDS) for _ in range(2)]
     assert [(item["channel"], item["data"]) for item in heard] == [
         (b"/0.news", b"hello"),
@@ -204,7 +155,7 @@ def test_a_delivery_extends_the_ttl_of_all_priority_lists(store: RedisBrokerStor
     store.client.lpush("other", "not ours")
     destination = Destination(("jobs", "jobs:3", "jobs:9"), ttl_ms=50_000)
     store.add([row("one", store.now_us(), destination, "one")])
-    promote(store)
+    store.promote()
     assert 40_000 < store.client.pttl("jobs") <= 50_000
     assert 40_000 < store.client.pttl("jobs:9") <= 50_000
     assert store.client.pttl("other") == -1
@@ -224,24 +175,22 @@ def full(store: RedisBrokerStore) -> Iterator[RedisBrokerStore]:
     store.client.config_set("maxmemory", 0)
 
 
-def test_a_full_server_refuses_messages_and_hands_over_waiting_ones(
-    full: RedisBrokerStore, version: tuple[int, ...]
-) -> None:
+def test_a_full_server_refuses_messages_and_hands_over_waiting_ones(full: RedisBrokerStore) -> None:
     with pytest.raises(BrokerFull, match="reached maxmemory"):
         add(full, "one more")
     assert full.census().waiting == 500, "nothing was stored"
-    while full.promote(version=version).taken:
+    while full.promote().taken:
         pass
     assert len(queue(full)) == 500
     assert entries(full) == 0
 
 
-def test_a_full_server_parks_messages(full: RedisBrokerStore, version: tuple[int, ...]) -> None:
+def test_a_full_server_parks_messages(full: RedisBrokerStore) -> None:
     full.client.config_set("maxmemory", 0)
     full.client.set("poison", "no list")
     add(full, "bad", to="poison", in_ms=-60_000)
     full.client.config_set("maxmemory", 1)
-    handed = full.promote(version=version)
+    handed = full.promote()
     assert (handed.delivered, handed.parked) == (BATCH - 1, 1)
 
 
@@ -267,14 +216,14 @@ def test_missing_permissions_are_named_in_the_error(
 def test_the_census_counts(store: RedisBrokerStore) -> None:
     store.client.set("poison", "no list")
     add(store, "bad", to="poison")
-    promote(store)
+    store.promote()
     add(store, "late", in_ms=-2000)
     add(store, "soon", in_ms=60_000)
     census = store.census()
     assert (census.waiting, census.parked, entries(store), census.overdue) == (2, 1, 3, 1)
     assert census.until_first_us is not None
     assert -12_000_000 < census.until_first_us <= -2_000_000
-    promote(store)
+    store.promote()
     due_us = store.census().until_first_us
     assert due_us is not None
     assert 40_000_000 < due_us <= 60_000_000
@@ -283,7 +232,7 @@ def test_the_census_counts(store: RedisBrokerStore) -> None:
 def test_purge_deletes_waiting_or_parked_messages(store: RedisBrokerStore) -> None:
     store.client.set("poison", "no list")
     add(store, "bad", to="poison")
-    promote(store)
+    store.promote()
     for number in range(1500):
         add(store, f"{number}", in_ms=60_000)
     assert store.purge(parked=False) == 1500

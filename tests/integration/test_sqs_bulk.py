@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from celery_native_delay import CannotDelay, PublishRefused, install, register_transports
+from celery_native_delay import install, register_transports
 from celery_native_delay.bulk import Bulk, bulk
 from celery_native_delay.transports.sqs import delays
 from example_project.private_sqs import PrivateSqs
@@ -54,25 +54,6 @@ def assert_waiting(sqs: PrivateSqs, count: int) -> None:
     wait_until(lambda: waiting_on(sqs) == count)
 
 
-def test_ten_messages_go_in_a_request(shared_sqs: PrivateSqs, app: Celery) -> None:
-    sizes: list[int] = []
-
-    def count(params: dict[str, Any], **_: Any) -> None:
-        sizes.append(len(params["Entries"]))
-
-    with bulk(app) as batch:
-        batch.send("shop.remind", (0,), countdown=HOUR)
-        batch._publisher.outbox.settle(timeout_seconds=PATIENCE_SECONDS)
-        listen(batch, "before-parameter-build", count)
-        with (
-            batch._publisher.outbox.lock
-        ):  # so that the batch is sent when it is full, and not before
-            for number in range(1, 101):
-                batch.send("shop.remind", (number,), countdown=HOUR)
-    assert sizes == [10] * 10
-    assert_waiting(shared_sqs, 101)
-
-
 def test_a_throttled_message_is_sent_again_and_stored_once(
     shared_sqs: PrivateSqs, app: Celery
 ) -> None:
@@ -111,38 +92,3 @@ def test_a_refused_message_is_reported(shared_sqs: PrivateSqs, app: Celery) -> N
     assert batch.result.confirmed == 19
     assert numbers(batch) == [7]
     assert_waiting(shared_sqs, 19)
-
-
-def test_a_message_too_large_for_sqs_is_refused_at_once(app: Celery) -> None:
-    with bulk(app) as batch:
-        for _ in range(2):
-            batch.send("shop.remind", (0,), countdown=HOUR)
-            with pytest.raises(CannotDelay, match="at most 1,048,576 bytes"):
-                batch.send("shop.remind", ("x" * 900_000,), countdown=HOUR)
-    assert (batch.result.sent, batch.result.confirmed) == (2, 2)
-
-
-def test_messages_to_an_unreachable_sqs_are_reported_in_doubt(
-    shared_sqs: PrivateSqs, app: Celery
-) -> None:
-    app.conf.broker_transport_options = {
-        "client-config": {"retries": {"max_attempts": 0}, "connect_timeout": 1}
-    }
-    batch = bulk(app, timeout_seconds=0.5)
-
-    def send_all() -> None:
-        with batch:
-            batch.send("shop.remind", (0,), countdown=HOUR)
-            batch._publisher.outbox.settle(timeout_seconds=PATIENCE_SECONDS)
-            with batch._publisher.outbox.lock:  # nothing is sent before the block ends
-                shared_sqs.kill()
-                for number in range(1, 21):
-                    batch.send("shop.remind", (number,), countdown=HOUR)
-
-    try:
-        with pytest.raises(PublishRefused, match="20 in doubt") as caught:
-            send_all()
-    finally:
-        shared_sqs.start()
-    doubted = sorted(json.loads(message.body)[0][0] for message in caught.value.refused)
-    assert doubted == list(range(1, 21))

@@ -13,7 +13,7 @@ import pytest
 from celery import Celery
 from kombu import Exchange, Queue
 
-from celery_native_delay import UnsupportedBroker, install
+from celery_native_delay import install
 from celery_native_delay.bulk import bulk
 from celery_native_delay.store.entry import StoreEntry
 from celery_native_delay.store.interface import Store
@@ -185,9 +185,3 @@ def test_a_broadcast_is_stored_once(shop: Celery) -> None:
     with bulk(shop) as batch:
         send(batch, 1, 2, 3, **to)
     assert [entry.queue for entry in entries(store_of(shop))] == [None] * 3
-
-
-def test_without_a_store_the_error_names_the_setting() -> None:
-    app = make_app("filesystem://")
-    with pytest.raises(UnsupportedBroker, match="set native_delay_store"), bulk(app):
-        pass

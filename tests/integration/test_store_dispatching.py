@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import signal
 import sqlite3
 import subprocess
 import sys
@@ -25,8 +23,6 @@ from celery_native_delay import (
     UnsupportedBroker,
     install,
 )
-from celery_native_delay.durations import seconds_of
-from celery_native_delay.records import database
 from celery_native_delay.store import interface
 from celery_native_delay.store.dispatcher import Dispatcher
 from celery_native_delay.store.entry import StoreEntry
@@ -108,38 +104,6 @@ def make_serializable(store: str) -> None:
     engine.dispose()
 
 
-def test_a_publish_wakes_the_dispatcher_of_its_process(folder_url: str) -> None:
-    with (
-        delaying(folder_url) as connection,
-        inbox(connection, "jobs") as received,
-        dispatching(folder_url) as dispatcher,
-    ):
-        publish(connection, "later", "jobs", delay=60)
-        wait_until(lambda: dispatcher._sleeps_until_us > 0)
-        publish(connection, "soon", "jobs", delay=1)
-        assert received.wait_for(1)[0].body == "soon"
-
-
-def test_on_kombus_memory_transport_a_due_broadcast_reaches_its_consumers(tmp_path: Path) -> None:
-    settings = {"store": f"sqlite:///{tmp_path}/delays.db"}
-    news = Exchange("news-in-memory", type="fanout")
-
-    def connect(**options: Any) -> Any:
-        asked = {"native_delay": settings} | options.get("transport_options", {})
-        return Connection("memory://", transport_options=asked)
-
-    with connect() as producer, connect() as consumer:
-        news(producer.default_channel).declare()
-        publish(producer, "hello", "", exchange=news, delay=1)
-        part = consumer.default_channel.worker_part(DelaySettings(**settings))
-        dispatcher = part.promoter(connect)
-        with (
-            inbox(consumer, Queue("listener-in-memory", news)) as received,
-            beside(dispatcher.run, stop=dispatcher.stop),
-        ):
-            assert received.wait_for(1)[0].body == "hello"
-
-
 # ---- destinations that refuse -------------------------------------------------------------------
 
 
@@ -181,21 +145,6 @@ app = Celery("shop", broker={url!r})
 app.conf.broker_transport_options = settings.pop("transport_options")
 install(app, **settings)
 """
-
-
-def test_a_publish_to_a_locked_sqlite_file_raises(
-    folder_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(database, "_BUSY_MS", 100)
-    with delaying(folder_url) as connection:
-        publish(connection, "hello", "jobs", delay=60)
-        other = another(store_of(connection))
-        with (
-            other.engine.begin(),
-            pytest.raises(StoreUnavailable, match=r"does not work: database is locked"),
-        ):
-            publish(connection, "refused", "jobs", delay=60)
-        other.engine.dispose()
 
 
 def test_a_dispatcher_lets_others_write_to_a_sqlite_file(folder_url: str) -> None:
@@ -364,46 +313,6 @@ def test_what_rabbitmq_refuses_is_parked_and_doubles_no_other(
         assert sorted(arrival.body for arrival in arrivals[:-1]) == list(range(100))
         assert (dispatcher.promoted, dispatcher.parked) == (100, 11)
         assert len(store.parked(20)) == 10  # without the row that this release cannot read
-
-
-@pytest.mark.ci
-def test_the_command_line_declares_looks_and_promotes(folder_url: str, tmp_path: Path) -> None:
-    settings = {**settings_of(folder_url), "namespace": "tests"}
-    shop = Project(tmp_path, settings=settings).write(
-        SHOP, folder_url, transport_options=options_of(folder_url)
-    )
-    store = space_of(folder_url) / "delays.db"
-    name = f"sqlite:///{store}"
-    assert shop.lines("declare") == [f"{name} is ready"]
-    assert shop.lines("verify") == [f"{name}: as expected"]
-    assert shop.lines("plan", "90") == [
-        f"1 min 30 s waits 1 min 30 s in tests of {name}, then goes to 'celery'"
-    ]
-    with delaying(folder_url) as connection:
-        publish(connection, "hello", "jobs", delay=1)
-        waiting = store_of(connection)
-        with waiting.engine.begin() as transaction:
-            transaction.execute(text("UPDATE native_delay_task SET next_us = next_us - 60000000"))
-    told = shop.delay("doctor").stdout
-    overdue = re.search(r"1 message\(s\) overdue, the first for (.+), and nothing promotes", told)
-    assert overdue is not None
-    assert seconds_of(overdue[1]) >= 59  # it was due in a second, and then a minute before that
-    shown = shop.lines("status")
-    assert shown[1] == "next due overdue"
-    assert "run `celery -A PROJ delay promote`" in shown[-1]
-    command = [sys.executable, "-m", "celery", "-A", "shop", "delay", "promote"]
-    with subprocess.Popen(
-        command, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as promote:
-        assert promote.stdout is not None
-        assert promote.stdout.readline().startswith(f"promote runs: sqlite:///{store} holds")
-        wait_until(lambda: not waiting.census().waiting)
-        with away(store):
-            assert "does not work: unable to open" in shop.delay("status").stderr
-        promote.send_signal(signal.SIGTERM)
-        told, _ = promote.communicate(timeout=PATIENCE_SECONDS)
-    assert told == "1 message(s) promoted, 0 parked\n"
-    assert promote.returncode == 0
 
 
 @pytest.mark.parametrize("url", ["memory://", "sqla+sqlite://"])

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from queue import Empty, Queue
 from threading import Thread
 from time import monotonic
@@ -20,14 +16,23 @@ from celery.contrib.django.task import DjangoTask
 from celery.signals import before_task_publish
 from kombu import Connection
 from kombu.exceptions import OperationalError
-from sqlalchemy import Column, Integer, MetaData, Table, create_engine, inspect, make_url, text
+from sqlalchemy import (
+    Column,
+    Engine,
+    Integer,
+    MetaData,
+    Table,
+    create_engine,
+    inspect,
+    make_url,
+    text,
+)
 from sqlalchemy.orm import Session
 
 from celery_native_delay import (
     CannotDelay,
     Delay,
     NoStore,
-    SettingsError,
     StoreUnavailable,
     in_transaction,
     install,
@@ -41,14 +46,14 @@ from celery_native_delay.bulk import bulk
 from celery_native_delay.store.dispatcher import TransactionRelay
 from celery_native_delay.store.opened import store_at
 from celery_native_delay.testing import PrivateRabbitMQ
-from pytest_celery_native_delay import installed
 from tests.brokers import in_ci, on_one_version
-from tests.mariadb import find_mariadb, private_mariadb
-from tests.postgresql import find_postgresql, private_postgresql
+from tests.conformance.brokers import running_database
 from tests.traffic import beside
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
 django = pytest.importorskip("django")
+
+pytestmark = on_one_version
 
 HOUR_SECONDS = 3600
 
@@ -58,17 +63,8 @@ def database_url(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[str]:
     """The URL of a new database, for SQLAlchemy."""
-    if request.param == "sqlite":
-        yield f"sqlite:///{tmp_path_factory.mktemp('shop')}/shop.db"
-        return
-    if request.param == "mariadb":
-        installed(find_mariadb)
-        with private_mariadb() as mariadb:
-            yield mariadb.new_database()
-        return
-    installed(find_postgresql)
-    with private_postgresql() as postgresql:
-        yield postgresql.new_database()
+    with running_database(request.param, tmp_path_factory.mktemp("shop")) as url:
+        yield url
 
 
 def django_settings(url: str) -> dict[str, Any]:
@@ -119,6 +115,14 @@ def migrated(database_url: str) -> Iterator[Any]:
 
 
 @pytest.fixture
+def engine(database_url: str) -> Iterator[Engine]:
+    """SQLAlchemy's, to the same database."""
+    engine = create_engine(database_url)
+    yield engine
+    engine.dispose()
+
+
+@pytest.fixture
 def app(vhost_url: str, request: pytest.FixtureRequest) -> Iterator[Celery]:
     """An app whose store is Django's database, and whose broker is RabbitMQ."""
     app = Celery("shop", broker=vhost_url, backend="cache+memory://", set_as_current=False)
@@ -164,14 +168,21 @@ def waiting(app: Celery) -> list[str]:
     return [task.id for task in Delay(app).ls().tasks]
 
 
+def dispatch(app: Celery, count: int) -> None:
+    """Run a dispatcher until it has published so many tasks."""
+    with app.connection_for_write() as connection:
+        channel, settings = delaying_channel(app, connection)
+        dispatcher = channel.worker_part(settings).promoter(app.connection_for_write)
+        with beside(dispatcher.run, stop=dispatcher.stop):
+            wait_until(lambda: dispatcher.promoted == count)
+
+
 def taken(app: Celery) -> int:
     """The number of rows in the store that would be published when their lease ends."""
     with app.connection_for_write() as connection:
         return delaying_channel(app, connection)[0].needed_store.census().taken
 
 
-@on_one_version
-@pytest.mark.rabbitmq
 def test_a_task_is_sent_if_and_only_if_its_transaction_commits(app: Celery, atomic: Any) -> None:
     with suppress(ZeroDivisionError), atomic():
         send(app, 1)
@@ -192,8 +203,6 @@ def test_a_task_is_sent_if_and_only_if_its_transaction_commits(app: Celery, atom
     assert waiting(app) == ["order-4"]
 
 
-@on_one_version
-@pytest.mark.rabbitmq
 def test_every_way_to_send_joins_the_transaction(app: Celery, atomic: Any) -> None:
     """send_task, chains, groups, chords, bulk, keys and Celery's own delay_on_commit."""
     remind = app.tasks["shop.remind"]
@@ -228,8 +237,6 @@ def test_every_way_to_send_joins_the_transaction(app: Celery, atomic: Any) -> No
     assert sorted(waiting(app)) == ["debounced", "later"]
 
 
-@on_one_version
-@pytest.mark.rabbitmq
 def test_a_cancel_in_a_transaction_is_undone_with_it(app: Celery, atomic: Any) -> None:
     send(app, 1, countdown=HOUR_SECONDS)
     with suppress(ZeroDivisionError), atomic():
@@ -242,8 +249,6 @@ def test_a_cancel_in_a_transaction_is_undone_with_it(app: Celery, atomic: Any) -
     assert waiting(app) == []
 
 
-@on_one_version
-@pytest.mark.rabbitmq
 def test_outside_the_transaction_a_task_is_sent_at_once(app: Celery, atomic: Any) -> None:
     with suppress(ZeroDivisionError), atomic():
         with outside_transaction(app):
@@ -255,8 +260,6 @@ def test_outside_the_transaction_a_task_is_sent_at_once(app: Celery, atomic: Any
     assert (sent(app), waiting(app)) == ([], ["order-2"])
 
 
-@on_one_version
-@pytest.mark.rabbitmq
 def test_a_send_leaves_the_users_connection_as_it_is(
     app: Celery, atomic: Any, migrated: Any
 ) -> None:
@@ -274,8 +277,6 @@ def test_a_send_leaves_the_users_connection_as_it_is(
         assert waiting(app) == ["order-1", "order-3"]
 
 
-@on_one_version
-@pytest.mark.rabbitmq
 def test_a_task_is_sent_with_a_transaction_that_the_user_began_by_hand(
     app: Celery, atomic: Any, migrated: Any
 ) -> None:
@@ -291,12 +292,9 @@ def test_a_task_is_sent_with_a_transaction_that_the_user_began_by_hand(
     assert (sent(app), taken(app), waiting(app)) == ([], 1, ["order-4"])
 
 
-@on_one_version
-@pytest.mark.rabbitmq
 def test_sqlalchemys_transaction_sends_tasks_too(
-    app: Celery, database_url: str, migrated: Any
+    app: Celery, database_url: str, engine: Engine, migrated: Any
 ) -> None:
-    engine = create_engine(database_url)
     with engine.connect() as connection, in_transaction(app, connection):  # in Django's database
         send(app, 0, countdown=HOUR_SECONDS)
         connection.rollback()
@@ -329,7 +327,6 @@ def test_sqlalchemys_transaction_sends_tasks_too(
     assert waiting(app) == ["order-2"]
     send(app, 8)
     assert sent(app) == ["order-8"]
-    engine.dispose()
 
 
 @pytest.fixture
@@ -352,10 +349,8 @@ def renamed(migrated: Any) -> Iterator[None]:
     migrate("0001")
 
 
-@on_one_version
-@pytest.mark.rabbitmq
 def test_the_names_of_tables_begin_as_djangos_setting_or_the_url_says(
-    app: Celery, database_url: str, renamed: None, atomic: Any
+    app: Celery, database_url: str, engine: Engine, renamed: None, atomic: Any
 ) -> None:
     from django.test import override_settings
 
@@ -365,7 +360,6 @@ def test_the_names_of_tables_begin_as_djangos_setting_or_the_url_says(
             send(app, number + 10, countdown=HOUR_SECONDS)
             1 // (number - 1)
     assert (sent(app), waiting(app)) == (["order-2"], ["order-12"])
-    engine = create_engine(database_url)
     tables = {name for name in inspect(engine).get_table_names() if "delay_" in name}
     assert tables == {"shop_delay_task", "shop_delay_record"}
     with override_settings(DELAY_TABLE_PREFIX="other_"):
@@ -395,35 +389,15 @@ def test_the_names_of_tables_begin_as_djangos_setting_or_the_url_says(
         in_transaction(app, connection),
     ):
         send(app, 5)
-    engine.dispose()
 
 
-@on_one_version
-@pytest.mark.rabbitmq
-def test_a_bad_prefix_in_djangos_settings_is_refused(
-    app: Celery, migrated: Any, atomic: Any
-) -> None:
-    from django.test import override_settings
-
-    with (
-        override_settings(DELAY_TABLE_PREFIX="Shop"),
-        atomic(),
-        pytest.raises(SettingsError, match=r"a-z, 0-9 and _, .* got 'Shop'"),
-    ):
-        send(app, 1, countdown=HOUR_SECONDS)
-    assert sent(app) == []
-
-
-@on_one_version
-@pytest.mark.rabbitmq
 def test_two_transactions_may_use_a_new_key_at_the_same_time(
-    app: Celery, database_url: str, migrated: Any
+    app: Celery, database_url: str, engine: Engine, migrated: Any
 ) -> None:
     """The second waits for the first to commit, and replaces its task."""
     if database_url.startswith("sqlite"):
         pytest.skip("SQLite has one writer at a time")
     install(app, store=database_url)
-    engine = create_engine(database_url)
     tells: Queue[Any] = Queue()
 
     def debounce(number: int) -> None:
@@ -451,16 +425,13 @@ def test_two_transactions_may_use_a_new_key_at_the_same_time(
     assert tells.get(timeout=PATIENCE_SECONDS) is None
     thread.join(PATIENCE_SECONDS)
     assert waiting(app) == ["order-2"]
-    engine.dispose()
 
 
-@on_one_version
-@pytest.mark.rabbitmq
 def test_a_transaction_that_cannot_commit_is_refused_before_anything_is_sent(
-    app: Celery, database_url: str, migrated: Any, tmp_path: Any
+    app: Celery, database_url: str, engine: Engine, migrated: Any, tmp_path: Any
 ) -> None:
     install(app, store=database_url)
-    engine, other = create_engine(database_url), create_engine(f"sqlite:///{tmp_path}/other.db")
+    other = create_engine(f"sqlite:///{tmp_path}/other.db")
     with (
         engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection,
         pytest.raises(CannotDelay, match="AUTOCOMMIT"),
@@ -476,15 +447,11 @@ def test_a_transaction_that_cannot_commit_is_refused_before_anything_is_sent(
     with pytest.raises(TypeError, match="expected a Session"), in_transaction(app, engine):
         send(app, 3)
     assert sent(app) == []
-    engine.dispose()
     other.dispose()
 
 
-@on_one_version
-@pytest.mark.rabbitmq
-def test_a_store_in_redis_joins_no_transaction(app: Celery, database_url: str) -> None:
+def test_a_store_in_redis_joins_no_transaction(app: Celery, engine: Engine) -> None:
     install(app, store="redis://127.0.0.1:1/0")
-    engine = create_engine(database_url)
     with (
         engine.connect() as connection,
         pytest.raises(NoStore, match="the database of the transaction"),
@@ -492,11 +459,8 @@ def test_a_store_in_redis_joins_no_transaction(app: Celery, database_url: str) -
     ):
         send(app, 1)
     assert sent(app) == []
-    engine.dispose()
 
 
-@on_one_version
-@pytest.mark.rabbitmq
 def test_with_store_transactions_off_a_task_is_sent_at_once(app: Celery, atomic: Any) -> None:
     install(app, store_transactions=False, namespace="off")
     with suppress(ZeroDivisionError), atomic():
@@ -505,8 +469,6 @@ def test_with_store_transactions_off_a_task_is_sent_at_once(app: Celery, atomic:
     assert sent(app) == ["order-1"]
 
 
-@on_one_version
-@pytest.mark.rabbitmq
 def test_a_database_without_the_tables_is_named_with_the_way_out(
     app: Celery, migrated: Any, tmp_path: Any
 ) -> None:
@@ -520,9 +482,7 @@ def test_a_database_without_the_tables_is_named_with_the_way_out(
     assert sent(app) == []
 
 
-@on_one_version
 @pytest.mark.ci
-@pytest.mark.rabbitmq
 def test_requests_go_on_while_the_broker_is_away_and_their_tasks_follow_in_order(
     app: Celery, atomic: Any, mortal_url: str, mortal_rabbitmq: PrivateRabbitMQ
 ) -> None:
@@ -539,17 +499,11 @@ def test_requests_go_on_while_the_broker_is_away_and_their_tasks_follow_in_order
             send(app, number)
     assert monotonic() - began < PATIENCE_SECONDS
     mortal_rabbitmq.start()
-    with app.connection_for_write() as connection:
-        channel, settings = delaying_channel(app, connection)
-        dispatcher = channel.worker_part(settings).promoter(app.connection_for_write)
-        with beside(dispatcher.run, stop=dispatcher.stop):
-            wait_until(lambda: dispatcher.promoted == 19)
+    dispatch(app, 19)
     came = [task_id for task_id in sent(app) if task_id != "order-0"]  # its ack may be lost
     assert came == [f"order-{number}" for number in range(1, 20)]
 
 
-@on_one_version
-@pytest.mark.rabbitmq
 def test_a_process_that_starts_while_the_broker_is_away_sends_and_looks(
     app: Celery, atomic: Any, vhost_url: str
 ) -> None:
@@ -585,16 +539,10 @@ def test_a_process_that_starts_while_the_broker_is_away_sends_and_looks(
     assert examine(app)[0].check == "broker"
     app.conf.broker_url = vhost_url
     drop_pools(app)
-    with app.connection_for_write() as connection:
-        channel, settings = delaying_channel(app, connection)
-        dispatcher = channel.worker_part(settings).promoter(app.connection_for_write)
-        with beside(dispatcher.run, stop=dispatcher.stop):
-            wait_until(lambda: dispatcher.promoted == 2)  # and the cancelled one
+    dispatch(app, 2)  # and the cancelled one
     assert sorted(sent(app)) == ["order-2", "order-3"]
 
 
-@on_one_version
-@pytest.mark.rabbitmq
 def test_a_worker_publishes_the_tasks_of_a_process_that_died_after_its_commit(
     app: Celery, atomic: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -603,31 +551,5 @@ def test_a_worker_publishes_the_tasks_of_a_process_that_died_after_its_commit(
         for number in range(10):
             send(app, number)
     assert sent(app) == []
-    with app.connection_for_write() as connection:
-        channel, settings = delaying_channel(app, connection)
-        dispatcher = channel.worker_part(settings).promoter(app.connection_for_write)
-        with beside(dispatcher.run, stop=dispatcher.stop):
-            wait_until(lambda: dispatcher.promoted == 10)
+    dispatch(app, 10)
     assert sent(app) == [f"order-{number}" for number in range(10)]
-
-
-def test_without_djangos_settings_a_delayed_task_says_so_and_an_immediate_one_is_sent(
-    tmp_path: Path,
-) -> None:
-    asked = """
-from celery import Celery
-from celery_native_delay import install
-app = install(Celery("shop", broker="memory://"), store="django")
-app.send_task("shop.remind")
-app.send_task("shop.remind", countdown=60)
-"""
-    environ = {name: text for name, text in os.environ.items() if name != "DJANGO_SETTINGS_MODULE"}
-    told = subprocess.run(
-        [sys.executable, "-c", asked], env=environ, cwd=tmp_path, capture_output=True, text=True
-    )
-    assert told.stderr.splitlines()[-1].startswith(
-        "celery_native_delay.errors.UnsupportedBroker: native_delay_store='django' needs Django's "
-        "settings: set DJANGO_SETTINGS_MODULE"
-    )
-    assert told.stderr.count("Traceback") == 2  # the delayed task, and what Django said
-    assert "line 6, in <module>" in told.stderr

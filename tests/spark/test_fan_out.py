@@ -39,6 +39,12 @@ def number_of(arrival: Arrival) -> int:
     return int(args[0] if args else kwargs["number"])
 
 
+def reminders(df: Any, app: str, **options: Any) -> FanOut:
+    """A fan-out of tasks that are due in a minute; the first column has their numbers."""
+    given = {"countdown": f.lit(60), "kwargs": {"number": df.columns[0]}}
+    return FanOut(df, app=app, task="shop.remind", **given | options)
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize("broker", ["rabbitmq", "redis"])
 def test_five_thousand_tasks_arrive_once_and_never_early_in_their_queues(
@@ -152,13 +158,8 @@ def test_small_partitions_share_a_connection(
     spark: Any, make_app: MakeApp, native_delay_rabbitmq_url: str
 ) -> None:
     """With any number of partitions; and no more connections than slots, else rows would wait."""
-    fan_out = FanOut(
-        spark.range(60, numPartitions=60),
-        app=make_app(native_delay_rabbitmq_url),
-        task="shop.remind",
-        countdown=f.lit(60),
-        kwargs={"number": "id"},
-        connections=3,
+    fan_out = reminders(
+        spark.range(60, numPartitions=60), make_app(native_delay_rabbitmq_url), connections=3
     )
     result = fan_out.send()
     assert (result.confirmed, len(result.receipts)) == (60, 2)
@@ -168,13 +169,8 @@ def test_max_rate_is_kept_and_shared_by_all_connections(
     spark: Any, make_app: MakeApp, native_delay_rabbitmq_url: str
 ) -> None:
     """Also if the rows come in one partition: each of two slots sends half."""
-    fan_out = FanOut(
-        spark.range(200, numPartitions=1),
-        app=make_app(native_delay_rabbitmq_url),
-        task="shop.remind",
-        countdown=f.lit(60),
-        kwargs={"number": "id"},
-        max_rate=100,
+    fan_out = reminders(
+        spark.range(200, numPartitions=1), make_app(native_delay_rabbitmq_url), max_rate=100
     )
     receipts = fan_out.send().receipts
     assert sum(receipt.sent for receipt in receipts) == 200
@@ -192,13 +188,8 @@ def test_slots_that_a_cluster_gains_while_a_job_starts_do_not_exceed_max_rate(
     """As many connections send as share the rate."""
     slots = iter((1, 2, 4))
     monkeypatch.setattr(FanOut, "_senders", property(lambda _: next(slots)))
-    fan_out = FanOut(
-        spark.range(60, numPartitions=4),
-        app=make_app(native_delay_rabbitmq_url),
-        task="shop.remind",
-        countdown=f.lit(60),
-        kwargs={"number": "id"},
-        max_rate=100,
+    fan_out = reminders(
+        spark.range(60, numPartitions=4), make_app(native_delay_rabbitmq_url), max_rate=100
     )
     (receipt,) = fan_out.send().receipts
     assert receipt.sent == 60 <= 100 * (receipt.seconds + 0.2) + 1
@@ -223,7 +214,7 @@ def test_each_task_has_the_header_of_its_own_apply_async(
     source = module.read_text().replace("set_as_current", "task_cls=Task, set_as_current")
     module.write_text(TENANT + source)
     df = spark.range(40, numPartitions=2).selectExpr("id as number")
-    fan_out = FanOut(df, app=name, task="shop.remind", countdown=f.lit(1), kwargs=["number"])
+    fan_out = reminders(df, name, countdown=f.lit(1))
     result = fan_out.send()
     assert result.confirmed == 40
     assert sum(receipt.by_template for receipt in result.receipts) == 0
@@ -244,15 +235,8 @@ def test_restarts_and_a_memory_alarm_of_the_broker_lose_no_task(
         df = spark.range(2_000).selectExpr("id as number")
 
         def send(run_id: str, **options: Any) -> None:
-            fan_out = FanOut(
-                df,
-                app=app,
-                task="shop.remind",
-                countdown=f.lit(600),
-                kwargs=["number"],
-                id_cols=["number"],
-                run_id=run_id,
-                **options,
+            fan_out = reminders(
+                df, app, countdown=f.lit(600), id_cols=["number"], run_id=run_id, **options
             )
             result = fan_out.send()
             assert result.confirmed == 2_000
@@ -303,14 +287,7 @@ def test_waiting_tasks_have_the_planned_due_times(
     if redis:
         url = request.getfixturevalue("native_delay_redis_url")
     df = spark.range(2_000).selectExpr("id as number", "if(id % 100 = 99, null, 500 + id) as wait")
-    fan_out = FanOut(
-        df,
-        app=make_app(url, levels=20),
-        task="shop.remind",
-        countdown="wait",
-        kwargs=["number"],
-        id_cols=["number"],
-    )
+    fan_out = reminders(df, make_app(url, levels=20), countdown="wait", id_cols=["number"])
     result = fan_out.send()
     assert (result.confirmed, result.rejected, result.failures) == (1_980, 20, [])
     if redis:
@@ -334,12 +311,10 @@ def test_tasks_sent_after_they_are_due_are_planned_counted_and_logged(
     df = spark.range(60, numPartitions=1).selectExpr(
         "id as number", "if(id % 3 = 0, 200, 3) as wait"
     )
-    fan_out = FanOut(
+    fan_out = reminders(
         df,
-        app=make_app(native_delay_rabbitmq_url, levels=16),
-        task="shop.remind",
+        make_app(native_delay_rabbitmq_url, levels=16),
         countdown="wait",
-        kwargs=["number"],
         max_rate=5.0,
         connections=1,
     )
@@ -360,12 +335,8 @@ def test_tasks_sent_in_time_log_no_warning(
     native_delay_rabbitmq_url: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    fan_out = FanOut(
-        spark.range(60),
-        app=make_app(native_delay_rabbitmq_url, levels=16),
-        task="shop.remind",
-        countdown=f.lit(1000),
-        kwargs={"number": "id"},
+    fan_out = reminders(
+        spark.range(60), make_app(native_delay_rabbitmq_url, levels=16), countdown=f.lit(1000)
     )
     assert (fan_out.plan().due_while_sending, "warning" in str(fan_out.plan())) == (0, False)
     with caplog.at_level("WARNING", logger="celery_native_delay.spark.sending"):
@@ -413,11 +384,9 @@ def test_a_task_that_the_broker_refuses_fails_the_run(spark: Any, make_app: Make
         df = spark.range(100).selectExpr(
             "id as number", "repeat('x', if(id = 42, 120000, 1)) as text"
         )
-        fan_out = FanOut(
+        fan_out = reminders(
             df,
-            app=make_app(broker.url),
-            task="shop.remind",
-            countdown=f.lit(60),
+            make_app(broker.url),
             kwargs=["number", "text"],
             id_cols=["number"],
             run_id="r",

@@ -13,8 +13,6 @@ from celery import Celery
 from celery.app.trace import build_tracer
 from pyspark.sql import DataFrame, SparkSession
 
-from benchmarks.measuring import Bench
-from benchmarks.reconcile import INJECTED, PLANNED, measure
 from celery_native_delay import install
 from celery_native_delay.app.installation import installation_of
 from celery_native_delay.spark import read_events, reconcile
@@ -217,17 +215,6 @@ def test_tasks_sent_after_they_are_due_do_not_count_as_late(spark: SparkSession)
     (whole,) = found.summary().collect()
     assert (whole.tasks, whole.ok, whole.sent_after_due) == (4, 4, 1)
     assert (whole.late_p50, whole.late_max) == (0.3, 0.4)
-
-
-@pytest.mark.ci
-@pytest.mark.tools
-def test_the_benchmark_finds_all_faults_it_injects(spark: SparkSession, tmp_path: Path) -> None:
-    result = measure(spark, Bench(None, 5_000 / PLANNED, tmp_path))  # type: ignore[arg-type]
-    assert {row["verdict"]: row["found"] for row in result.rows} == {
-        name: len(of) * 5 for name, of in INJECTED.items()
-    } | {"ok": 4950}
-    assert all(row["found"] == row["put in"] for row in result.rows)
-    assert result.targets[0].met
 
 
 @pytest.mark.parametrize(

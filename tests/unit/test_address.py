@@ -50,18 +50,12 @@ def matches(pattern: str, key: str) -> bool:
         ("", "celery", "%.celery"),
         ("", "", "%"),
         ("jobs", "", "%jobs"),
-        ("jobs", ".", "%jobs.."),
-        ("jobs", "a.b.c", "%jobs.a.b.c"),
         ("jobs.eu", "a", "%jobs%2Eeu.a"),
         ("jobs", "100%", "%jobs.100%25"),
-        ("50%", "a", "%50%25.a"),
         ("*", "a", "%%2A.a"),
-        ("#", "a", "%%23.a"),
-        ("jobs", "*", "%jobs.%2A"),
         ("jobs", "a.#.b", "%jobs.a.%23.b"),
         ("jobs", "%2A", "%jobs.%252A"),
         ("jobs", "a*b", "%jobs.a*b"),  # no wildcard inside a word
-        ("straße", "größe.ü", "%straße.größe.ü"),
     ],
 )
 def test_message_addresses(exchange: str, routing_key: str, address: str) -> None:
@@ -72,8 +66,6 @@ def test_message_addresses(exchange: str, routing_key: str, address: str) -> Non
     ("pattern", "address"),
     [
         ("", "%news"),
-        ("#", "%news.#"),
-        ("*", "%news.*"),
         ("eu.*.sport.#", "%news.eu.*.sport.#"),
         ("a*.#b", "%news.a*.#b"),
         ("100%.*", "%news.100%25.*"),

@@ -88,22 +88,6 @@ def test_transport_for_refuses_anything_but_a_url(url: Any) -> None:
         transport_for(url)
 
 
-@pytest.mark.parametrize(
-    ("package", "requirement"),
-    [("redis", "celery_native_delay[redis]"), ("pymongo", "pymongo")],
-)
-def test_a_broker_whose_package_is_missing_says_what_to_install(
-    package: str, requirement: str
-) -> None:
-    missing = ModuleNotFoundError(f"No module named {package!r}", name=package)
-    with pytest.raises(UnsupportedBroker) as refused, url_errors_explained():
-        raise missing
-    assert str(refused.value) == (
-        f"this broker needs the Python package {package}, which is not installed: "
-        f"pip install '{requirement}'"
-    )
-
-
 def test_a_scheme_that_kombu_does_not_know_is_refused() -> None:
     with pytest.raises(UnsupportedBroker, match=r"Did you mean amqp\?") as refused:
         with url_errors_explained():
@@ -160,43 +144,27 @@ def established(**transport_options: Any) -> Any:
     return connection.transport.establish_connection()
 
 
-def test_a_connection_without_the_option_is_kombus(offline: None) -> None:
-    assert type(established()) is pyamqp.Connection
-    assert type(established(confirm_publish=True)) is pyamqp.Connection
-
-
-def test_a_connection_with_the_option_does_not_change_later_ones_without_it(offline: None) -> None:
-    assert hasattr(established(native_delay=True), "delays")
-    assert type(established()) is pyamqp.Connection
-    assert rabbitmq.Transport.Connection is pyamqp.Connection
-
-
 @pytest.mark.parametrize(
     ("option", "wanted"),
     [
         (True, DelaySettings()),
-        ({}, DelaySettings()),
-        ({"levels": 12}, DelaySettings(levels=12)),
-        (DelaySettings(fused_bits=4), DelaySettings(fused_bits=4)),
+        ({"declare": False}, DelaySettings(declare=False)),
+        (DelaySettings(declare=False), DelaySettings(declare=False)),
     ],
 )
-def test_a_connection_has_the_settings_of_the_option(
+def test_a_connection_has_the_settings_of_the_option_and_later_ones_without_it_are_kombus(
     offline: None, option: Any, wanted: DelaySettings
 ) -> None:
     assert established(native_delay=option).delays.settings == wanted
-
-
-@pytest.mark.parametrize("option", [{"enabled": False}, DelaySettings(enabled=False)])
-def test_with_enabled_false_the_connection_is_kombus(offline: None, option: Any) -> None:
-    assert type(established(native_delay=option)) is pyamqp.Connection
+    for options in ({}, {"confirm_publish": True}, {"native_delay": {"enabled": False}}):
+        assert type(established(**options)) is pyamqp.Connection
+    assert rabbitmq.Transport.Connection is pyamqp.Connection
 
 
 @pytest.mark.parametrize(
     ("option", "said"),
     [
         ({"declare": 0}, "expected native_delay_declare to be"),
-        ({"delcare": 12}, "did you mean native_delay_declare"),
-        ("yes", "got 'yes'"),
         (option_of(SettingsError("expected this, got that")), "expected this, got that"),
     ],
 )
@@ -231,7 +199,7 @@ def test_a_cloned_or_failed_over_connection_keeps_the_option() -> None:
 # ---- the option ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("option", [None, False, 1, "yes", ["levels"], DelaySettings])
+@pytest.mark.parametrize("option", [None, False, "yes", DelaySettings])
 def test_an_option_of_another_type_is_refused(option: Any) -> None:
     with pytest.raises(SettingsError) as refused:
         settings_from_option(option)
@@ -245,8 +213,7 @@ def test_an_option_of_another_type_is_refused(option: Any) -> None:
     "wanted",
     [
         DelaySettings(),
-        DelaySettings(levels=12),
-        DelaySettings(landing=("news",), fused_bits=4, declare=False),
+        DelaySettings(landing=("news",), declare=False),
     ],
 )
 def test_settings_survive_the_conversion_to_an_option_and_back(wanted: DelaySettings) -> None:
@@ -267,11 +234,8 @@ def test_equal_errors_have_equal_options() -> None:
 @pytest.mark.parametrize(
     ("arguments", "eta"),
     [
-        ({"countdown": 5}, "2026-11-20T12:00:05+00:00"),
         ({"countdown": 0.125}, "2026-11-20T12:00:00.125000+00:00"),
-        ({"countdown": 0}, "2026-11-20T12:00:00+00:00"),
         ({"countdown": -60}, "2026-11-20T11:59:00+00:00"),
-        ({"eta": NOON}, "2026-11-20T12:00:00+00:00"),
         ({"eta": datetime(2026, 11, 20, 12, 0)}, "2026-11-20T12:00:00"),
         ({"eta": "2026-11-20T12:00:00Z"}, "2026-11-20T12:00:00Z"),
     ],

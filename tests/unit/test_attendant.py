@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
-from celery_native_delay import ManagementUnavailable, NativeDelayError, PublishRefused
+from celery_native_delay import NativeDelayError, PublishRefused
 from celery_native_delay.settings import DelaySettings
 from celery_native_delay.transports.interface import Rescue, Wait
 from celery_native_delay.worker import attendant
 from celery_native_delay.worker.attendant import Attendant, Task
-from celery_native_delay.worker.bootsteps import NativeDelay
 
 
 class Part:
@@ -54,39 +52,22 @@ def outcomes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Part, dict[
     return put_back
 
 
-def test_only_the_task_whose_publish_failed_is_tried_again(outcomes: Any) -> None:
-    """The others are in the broker; a second publish would run them twice."""
-    part, became = outcomes(b=[OSError("nacked")])
-    assert part.published == ["a", "b", "c", "b"]
-    assert became == {"a": "done", "b": "done", "c": "done"}
-
-
-def test_only_the_task_that_the_broker_never_takes_is_kept_in_memory(outcomes: Any) -> None:
-    part, became = outcomes(b=[OSError("nacked")] * 9, c=[NativeDelayError("too long")])
-    assert part.published == ["a", "b", "c", "b", "b"]
-    assert became == {"a": "done", "b": "held", "c": "held"}
-
-
-def test_a_refusal_that_repeats_is_not_tried_again(outcomes: Any) -> None:
-    part, became = outcomes(a=[PublishRefused("too large")])
-    assert part.published == ["a", "b", "c"]
-    assert became == {"a": "held", "b": "done", "c": "done"}
-
-
-def test_a_management_api_that_does_not_answer_is_not_asked_at_every_look(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("answers", "published", "held"),
+    [
+        ({"b": [OSError("nacked")]}, "abcb", ""),
+        # It is kept in memory when the broker has not taken it three times.
+        ({"b": [OSError("nacked")] * 9, "c": [NativeDelayError("too long")]}, "abcbb", "bc"),
+        ({"a": [PublishRefused("too large")]}, "abc", "a"),  # which would repeat
+    ],
+)
+def test_only_the_task_whose_publish_failed_is_tried_again(
+    outcomes: Any, answers: dict[str, list[Exception | None]], published: str, held: str
 ) -> None:
-    """Each request may take seconds, in which no early task goes back."""
-    thread, asked = Attendant(None, DelaySettings()), []
-
-    def divert() -> list[str]:
-        asked.append(1)
-        raise ManagementUnavailable("no answer")
-
-    monkeypatch.setattr(thread, "_part", lambda: SimpleNamespace(divert=divert))
-    for _ in range(3):
-        thread._divert()
-    assert asked == [1]
+    """The others are in the broker; a second publish would run them twice."""
+    part, became = outcomes(**answers)
+    assert "".join(part.published) == published
+    assert became == {name: "held" if name in held else "done" for name in "abc"}
 
 
 def test_only_the_first_look_and_one_after_a_new_binding_skip_the_pause_of_all_workers(
@@ -105,18 +86,3 @@ def test_only_the_first_look_and_one_after_a_new_binding_skip_the_pause_of_all_w
     thread._rescue()
     thread._rescue()
     assert looks == ["now", "in turn", "now", "in turn"]
-
-
-def test_all_threads_of_a_worker_that_stops_end_at_the_same_time() -> None:
-    """A store that hangs may keep each of them for seconds."""
-    step, log = NativeDelay.__new__(NativeDelay), Mock()
-    vars(step).update(
-        dict.fromkeys(("_scheduling", "_holding", "_waker", "_rated", "_telemetry")),
-        _tallying=Mock(),
-        _attendant=log.attendant,
-        _promoter=log.promoter,
-        _promoting=log.promoting,
-    )
-    step.shutdown(None)
-    names = [name for name, _, _ in log.mock_calls]
-    assert names == ["attendant.stop", "promoter.stop", "attendant.join", "promoting.join"]

@@ -133,11 +133,3 @@ def test_waiting_tasks_notice_within_minutes_that_tasks_have_become_short() -> N
     assert len(world.started) == 500
     assert world.now_us - NOON_US <= 15 * 60 * SECOND
     assert world.asked - asked <= 3 * 500
-
-
-def test_leases_that_another_attempt_has_are_left_alone() -> None:
-    world = World(1, SECOND, Random(1))
-    world.call(partial(rules.share, task_id="a", token="1", most=1))
-    before = world.record
-    for rule in (rules.end, rules.renew):
-        assert world.call(partial(rule, token="2")).record == before

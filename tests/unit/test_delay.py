@@ -102,73 +102,55 @@ def test_a_page_is_a_sequence_of_waiting_tasks(delay: Delay, sent: list[AsyncRes
 
 # ---- which task ---------------------------------------------------------------------------
 
-CHANGES = [
-    pytest.param(lambda delay, task: delay.cancel(task), "cancel_all", id="cancel"),
-    pytest.param(lambda delay, task: delay.run_now(task), "run_all_now", id="run_now"),
-    pytest.param(
-        lambda delay, task: delay.reschedule(task, countdown=900),
-        "reschedule_all",
-        id="reschedule",
-    ),
-]
-CHANGES_OF_MANY = [
-    pytest.param(lambda delay, tasks: delay.cancel_all(tasks), id="cancel_all"),
-    pytest.param(lambda delay, tasks: delay.run_all_now(tasks), id="run_all_now"),
-    pytest.param(
-        lambda delay, tasks: delay.reschedule_all(tasks, countdown=900), id="reschedule_all"
-    ),
-]
+#: Each change, and the method that makes it for many tasks.
+CHANGES = [("cancel", "cancel_all"), ("run_now", "run_all_now"), ("reschedule", "reschedule_all")]
+
+each_change = pytest.mark.parametrize(("one", "many"), CHANGES)
 
 
-@pytest.mark.parametrize(("change", "many"), CHANGES)
+def change(delay: Delay, name: str, what: Any) -> Any:
+    moment = {"countdown": 900} if name.startswith("reschedule") else {}
+    return getattr(delay, name)(what, **moment)
+
+
+@each_change
 def test_a_task_is_given_by_its_id_its_result_or_a_waiting_task(
-    delay: Delay, sent: list[AsyncResult], change: Callable[..., Any], many: str
+    delay: Delay, sent: list[AsyncResult], one: str, many: str
 ) -> None:
     (found,) = delay.show(sent[2])
     for task, result in zip((sent[0].id, sent[1], found), sent, strict=True):
-        assert change(delay, task), many
+        assert change(delay, one, task)
         assert delay.show(result.id) == delay.show(result)
 
 
-@pytest.mark.parametrize("change", CHANGES_OF_MANY)
+@each_change
 def test_many_tasks_are_given_by_a_group_result(
-    delay: Delay, sent: list[AsyncResult], change: Callable[..., Any]
+    delay: Delay, sent: list[AsyncResult], one: str, many: str
 ) -> None:
-    assert all(change(delay, GroupResult("reminders", sent)))
+    assert all(change(delay, many, GroupResult("reminders", sent)))
 
 
-@pytest.mark.parametrize(("change", "many"), CHANGES)
-def test_the_error_for_several_tasks_names_the_method_for_many(
-    delay: Delay, sent: list[AsyncResult], change: Callable[..., Any], many: str
-) -> None:
-    for several in ([sent[0].id, sent[1].id], tuple(sent), GroupResult("g", sent), delay.ls()):
-        with pytest.raises(TypeError, match="expected the id of a task"):
-            change(delay, several)
-    assert delay.count() == 3
-
-
-@pytest.mark.parametrize("task", [None, 7, "", b"id", object])
-@pytest.mark.parametrize(("change", "many"), CHANGES)
-def test_anything_but_an_id_or_a_result_is_refused(
-    delay: Delay, change: Callable[..., Any], many: str, task: Any
-) -> None:
-    for ask in (change, lambda delay, task: delay.show(task)):
-        with pytest.raises(TypeError, match="expected the id of a task, or its AsyncResult, got "):
-            ask(delay, task)
-
-
-@pytest.mark.parametrize("change", CHANGES_OF_MANY)
-def test_no_task_is_changed_if_one_of_many_arguments_is_no_task(
-    delay: Delay, sent: list[AsyncResult], change: Callable[..., Any]
+@each_change
+def test_no_task_is_changed_if_an_argument_is_no_task(
+    delay: Delay, sent: list[AsyncResult], one: str, many: str
 ) -> None:
     """A text is not taken for a list of one-letter ids."""
     before = delay.ls()
+    no_task = "expected the id of a task, or its AsyncResult, got "
+    for several in ([sent[0].id], tuple(sent), GroupResult("g", sent), before):
+        with pytest.raises(TypeError, match="expected the id of a task"):
+            change(delay, one, several)
+    for wrong in (None, 7, "", b"id", object):
+        with pytest.raises(TypeError, match=no_task):
+            change(delay, one, wrong)
+        with pytest.raises(TypeError, match=no_task):
+            delay.show(wrong)  # type: ignore[arg-type]
     for tasks in ([sent[0].id, None], [sent[0].id, ["b"]], [""]):
-        with pytest.raises(TypeError, match="expected the id of a task, or its AsyncResult, got "):
-            change(delay, tasks)
+        with pytest.raises(TypeError, match=no_task):
+            change(delay, many, tasks)
     for tasks in (sent[0].id, sent[0], None, 7):
         with pytest.raises(TypeError, match="expected the ids of tasks, such as a list of them, "):
-            change(delay, tasks)
+            change(delay, many, tasks)
     assert delay.ls() == before
 
 
@@ -213,10 +195,8 @@ def test_an_invalid_query_is_refused(delay: Delay, ask: Callable[[Delay], Any], 
         ({}, InvalidDueTime),
         ({"countdown": 5, "eta": datetime(2050, 1, 1)}, InvalidDueTime),
         ({"countdown": "5"}, InvalidDueTime),
-        ({"countdown": float("nan")}, InvalidDueTime),
         ({"countdown": 10**300}, DelayTooLong),
         ({"eta": 5}, InvalidDueTime),
-        ({"eta": "tomorrow"}, InvalidDueTime),
         ({"eta": ""}, InvalidDueTime),
         ({"eta": date(2050, 1, 1)}, InvalidDueTime),
         ({"eta": datetime.max}, DelayTooLong),
@@ -239,25 +219,19 @@ def test_an_invalid_due_time_changes_nothing(
 
 
 @pytest.mark.parametrize("made", [install, Delay, bulk, expose])
-@pytest.mark.parametrize("app", [None, "shop", 7, Celery, object()])
-def test_anything_but_an_app_is_refused(made: Callable[[Any], Any], app: Any) -> None:
-    with pytest.raises(TypeError, match="expected a Celery app, got "):
-        made(app)
+def test_anything_but_an_app_is_refused(made: Callable[[Any], Any]) -> None:
+    for app in (None, "shop", Celery, object()):
+        with pytest.raises(TypeError, match="expected a Celery app, got "):
+            made(app)
 
 
 def test_the_error_for_a_keyword_with_the_prefix_says_to_leave_the_prefix_out() -> None:
     app = Celery("shop", broker="memory://", set_as_current=False)
-    with pytest.raises(SettingsError) as refused:
-        install(app, native_delay_schedules=31)
-    assert str(refused.value) == (
-        "expected settings without their prefix here, got native_delay_schedules: write "
-        "schedules=31"
-    )
-    with pytest.raises(SettingsError, match=r"write store=…$"):
+    with pytest.raises(SettingsError, match="without their prefix here, got native_delay_store$"):
         install(app, native_delay_store="redis://:secret@localhost")
     with pytest.raises(SettingsError, match="unknown setting native_delay_delcare; did you mean"):
         install(app, native_delay_delcare=31)
-    with pytest.raises(SettingsError, match="got native_delay_declare: write declare=False"):
+    with pytest.raises(SettingsError, match="without their prefix here, got native_delay_declare"):
         settings_from_option({"native_delay_declare": False})
 
 

@@ -9,8 +9,9 @@ from unittest.mock import Mock
 import pytest
 from celery import Celery, signals
 from celery.app import base
+from kombu import Queue
 
-from celery_native_delay import Delay, KeyedResult, UnsupportedBroker, install
+from celery_native_delay import Delay, KeyedResult, install
 from celery_native_delay.now import utc_now
 from celery_native_delay.schedules.state import HEADER as OCCURRENCE
 from celery_native_delay.settings import DelaySettings
@@ -61,14 +62,11 @@ def test_keyed_calls_send_plain_tasks(enabled: object) -> None:
 
 
 @both
-def test_celerys_own_delayed_delivery_is_on_again(
-    enabled: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_celerys_own_delayed_delivery_is_on_again(enabled: object) -> None:
     app = app_with(enabled)
-    original = base.detect_quorum_queues.native_delay_original
-    monkeypatch.setattr(original, "__code__", (lambda app, driver_type: (True, "orders")).__code__)
+    app.conf.task_queues = [Queue("orders", queue_arguments={"x-queue-type": "quorum"})]
     app.connection_for_write().close()
-    assert base.detect_quorum_queues(app, "py-amqp") == (True, "orders")
+    assert base.detect_quorum_queues(app, "amqp") == (True, "orders")
 
 
 @both
@@ -105,8 +103,3 @@ def test_a_draining_worker_holds_new_tasks_and_puts_back_those_that_already_wait
     early, *_ = gates(settings, revoked=Revoked())
     assert early(arrival(eta=IN_A_MINUTE)) is None
     assert isinstance(early(arrival(WAITED, eta=IN_A_MINUTE)), WaitUntil)
-
-
-def test_the_error_of_an_app_that_is_off_names_the_way_to_its_waiting_tasks() -> None:
-    with pytest.raises(UnsupportedBroker, match='set native_delay_enabled = "drain"'):
-        Delay(app_with(False)).count()

@@ -31,12 +31,6 @@ def arrival(delayed: Delayed | None = None, **headers: Any) -> Arrival:
     return Arrival(message, message.headers, None, NOW_US)
 
 
-def test_a_cancelled_task_is_announced() -> None:
-    assert cancelled(arrival(WAITED._replace(cancelled=True))) == Announce()
-    assert cancelled(arrival(WAITED)) is None
-    assert cancelled(arrival()) is None
-
-
 @pytest.mark.parametrize(("late_ms", "drops"), [(0, False), (1, True)])
 def test_an_expired_message_is_dropped(late_ms: int, drops: bool) -> None:
     over = WAITED._replace(expires_ms=NOW_US // 1000 - late_ms)

@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from celery import Celery
 
+from celery_native_delay import Delay, Rate, install
 from celery_native_delay.app import holds
 from celery_native_delay.app.holds import TAKEN_UP_SECONDS, HoldCalls
+from celery_native_delay.clock import Clock
 from celery_native_delay.errors import InvalidQuery, TopologyMismatch
-from celery_native_delay.message import Delayed
 from celery_native_delay.records.holds import (
     EDGES_US,
     MOST_HOLDS,
-    RECORD,
     Hold,
     decoded,
     encoded,
     free_place,
 )
 from celery_native_delay.records.interface import RecordName
-from celery_native_delay.records.waiting import ALL, HELD, Held
-from celery_native_delay.worker.arrival import AWAY_US, Announce, Arrival, WaitUntil
+from celery_native_delay.records.waiting import ALL
 from celery_native_delay.worker.holding import _OLD_SECONDS, Holding
-from tests.waiting import wait_until
 
 NOW_US = 1_795_176_000_000_000
 HOUR_US = 3_600_000_000
@@ -66,87 +65,6 @@ def test_holds_survive_their_text_and_a_later_version_is_refused() -> None:
         decoded("2\n[]")
 
 
-CONSUMER = SimpleNamespace(
-    timer=SimpleNamespace(call_repeatedly=lambda *_: None), event_dispatcher=None
-)
-
-
-class State:
-    def __init__(self, *holds: Hold) -> None:
-        self.holds = holds
-        self.away: float = False  # for so many calls
-
-    def load(self, names: list[RecordName]) -> list[str | None]:
-        assert names == [RECORD]
-        if self.away:
-            self.away -= 1
-            raise OSError("it is down")
-        return [encoded(self.holds)]
-
-
-def gate(*holds: Hold, keys: tuple[str, ...] = ()) -> tuple[Holding, State]:
-    state, made = State(*holds), Holding(lambda arrival: keys)
-    made.begin(state, CONSUMER, patience_seconds=9)  # type: ignore[arg-type]
-    return made, state
-
-
-def arrival(name: str = "shop.pay", delayed: Delayed | None = None, **headers: Any) -> Arrival:
-    headers = {"id": "1", "task": name, "argsrepr": "('acme',)", **headers}
-    message = SimpleNamespace(
-        headers=headers, native_delay=delayed, properties={}, delivery_info={}, consumed_from="q"
-    )
-    return Arrival(message, headers, None, NOW_US)
-
-
-def test_a_held_task_waits_in_the_store_and_says_who_holds_it() -> None:
-    hold, _ = gate(HOLD)
-    ruling = hold(arrival())
-    assert isinstance(ruling, WaitUntil)
-    assert ruling.due_us == HOLD.due_us(NOW_US)
-    assert json.loads(ruling.headers[HELD]) == ["shop.*", "ada@web1", NOW_US]
-    assert ruling.otherwise is not None, "it must not run if the store refuses it"
-    assert hold(arrival("other")) is None
-
-
-def test_a_task_that_is_held_again_keeps_its_place_in_the_order() -> None:
-    hold, _ = gate(HOLD)
-    header = Held("shop.*", "bob", NOW_US - HOUR_US).header
-    ruling = hold(arrival(**{HELD: header}))
-    assert isinstance(ruling, WaitUntil)
-    assert ruling.due_us == HOLD.due_us(NOW_US - HOUR_US)
-    free = arrival("other", **{HELD: header})
-    assert hold(free) is None
-    assert HELD not in free.message.headers, "a retry would inherit it"
-
-
-@pytest.mark.parametrize(
-    ("hold", "keys", "stops"),
-    [
-        (Hold("shop.*", "acme"), ("acme",), True),
-        (Hold("shop.*", "acme"), ("gold",), False),
-        (Hold("shop.*", "acme"), (), False),
-        (Hold("shop.pay", search="args:acme"), (), True),
-        (Hold("shop.pay", search="args:gold"), (), False),
-        (Hold("shop.pay", mode="release"), (), False),
-        (Hold("shop.pay", until_us=1), (), False),
-    ],
-)
-def test_a_hold_stops_only_the_tasks_that_fit(
-    hold: Hold, keys: tuple[str, ...], stops: bool
-) -> None:
-    held, _ = gate(hold, keys=keys)
-    assert isinstance(held(arrival()), WaitUntil) is stops
-
-
-def test_a_busy_worker_knows_of_a_release_before_the_tasks_are_let_go() -> None:
-    """Its consumer was busy, so nothing has read the holds beside it."""
-    assert _OLD_SECONDS < TAKEN_UP_SECONDS
-    hold, state = gate(HOLD)
-    state.holds = ()
-    hold._read_at -= TAKEN_UP_SECONDS
-    assert hold(arrival()) is None
-
-
 def test_a_hold_that_is_renewed_lets_each_task_go_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers hold the tasks again at once, in the range in which they were before."""
     monkeypatch.setattr(holds, "TAKEN_UP_SECONDS", 0)
@@ -167,69 +85,167 @@ def test_a_hold_that_is_renewed_lets_each_task_go_once(monkeypatch: pytest.Monke
     assert Calls()._let_go(HOLD, 0, is_held_again=True) == 2
 
 
-def test_a_dropped_task_is_announced_as_revoked_and_a_revoked_one_is_not_held() -> None:
-    drop, _ = gate(Hold("shop.*", mode="drop"))
-    assert drop(arrival()) == Announce()
-    hold, _ = gate(HOLD)
-    assert hold(arrival(delayed=Delayed("d", NOW_US, "", "q", cancelled=True))) is None
+# ---- the gate, in Celery's consumer on the test clock --------------------------------------------
+
+
+@dataclass
+class Shop:
+    app: Celery
+    clock: Clock
+    ran: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        assert self.clock._worker is not None
+        self.delay, self.holding = Delay(self.app), self.clock._worker.holding
+
+    def pay(self, number: int = 0, tenant: str = "acme") -> Any:
+        result = self.app.send_task("shop.pay", (tenant, number))
+        self.clock.advance(minutes=1)
+        return result
+
+
+@pytest.fixture
+def shop() -> Iterator[Shop]:
+    app = Celery("shop", broker="memory://", backend="cache+memory://", set_as_current=False)
+    install(app, rates={"shop.pay": Rate("1000/s", key="tenant")})
+
+    @app.task(name="shop.pay", shared=False)
+    def pay(tenant: str, number: int) -> None:
+        shop.ran.append(number)
+
+    @app.task(name="other", shared=False)
+    def other() -> None:
+        shop.ran.append("other")
+
+    with Clock(app) as clock:
+        shop = Shop(app, clock)
+        yield shop
+
+
+def test_held_tasks_wait_in_the_store_until_all_holds_are_released_in_their_order(
+    shop: Shop,
+) -> None:
+    shop.delay.hold("shop.*", by="ada@web1")
+    for number in (1, 2):
+        shop.pay(number)
+    shop.app.send_task("other")
+    shop.clock.advance(days=1)
+    assert shop.ran == ["other"]
+    held = [task.held for task in shop.delay.ls()]
+    assert [(each.hold, each.by) for each in held if each] == [("shop.*", "ada@web1")] * 2
+    shop.delay.hold("shop.pay")
+    shop.pay(3)
+    shop.delay.release("shop.*")
+    shop.clock.advance(days=1)
+    assert shop.ran == ["other"]
+    assert shop.delay.release("shop.pay") == 3
+    shop.clock.run_all()
+    assert shop.ran == ["other", 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("options", "stops"),
+    [
+        ({"key": "acme"}, True),
+        ({"key": "gold"}, False),
+        ({"search": "args:acme"}, True),
+        ({"search": "args:gold"}, False),
+        ({"seconds": 90}, True),
+        ({"seconds": 30}, False),
+    ],
+)
+def test_a_hold_stops_only_the_tasks_that_fit(
+    shop: Shop, options: dict[str, Any], stops: bool
+) -> None:
+    shop.delay.hold("shop.pay", **options)
+    shop.pay()
+    assert (shop.ran == []) is stops
+
+
+def test_a_dropped_task_is_announced_as_revoked_and_a_cancelled_one_is_not_held(
+    shop: Shop,
+) -> None:
+    shop.delay.drop("shop.*")
+    assert shop.pay().state == "REVOKED"
+    shop.delay.hold("shop.*")
+    cancelled = shop.app.send_task("shop.pay", ("acme", 1), countdown=3600)
+    assert shop.delay.cancel(cancelled)
+    shop.clock.run_all()
+    assert (cancelled.state, shop.ran) == ("REVOKED", [])
+
+
+def test_a_busy_worker_knows_of_a_release_before_the_tasks_are_let_go(shop: Shop) -> None:
+    """Its consumer was busy, so nothing has read the holds beside it."""
+    assert _OLD_SECONDS < TAKEN_UP_SECONDS
+    shop.delay.hold("shop.*")
+    shop.pay()
+    shop.delay.release("shop.*")
+    assert shop.holding.concerns("shop.pay")
+    shop.holding._read_at -= TAKEN_UP_SECONDS
+    assert not shop.holding.concerns("shop.pay")
+
+
+class Away:
+    """A store that is away for so many calls."""
+
+    def __init__(self, times: float, state: Any) -> None:
+        self.times, self.state = times, state
+
+    def load(self, names: list[RecordName]) -> list[str | None]:
+        if self.times:
+            self.times -= 1
+            raise OSError("it is down")
+        texts: list[str | None] = self.state.load(names)
+        return texts
 
 
 def test_while_the_store_is_away_known_holds_stay_on_and_this_is_told_once(
-    caplog: pytest.LogCaptureFixture,
+    shop: Shop, caplog: pytest.LogCaptureFixture
 ) -> None:
-    hold, state = gate(HOLD)
-    state.away = math.inf
-    for _ in range(2):
-        hold.begin(state, CONSUMER, patience_seconds=9)  # type: ignore[arg-type]
-    ruling = hold(arrival())
-    assert isinstance(ruling, WaitUntil)
-    assert (ruling.due_us, ruling.in_broker) == (NOW_US + AWAY_US, True)
-    assert [record.message for record in caplog.records] == [
+    shop.delay.hold("shop.*", by="ada@web1")
+    shop.pay(1)
+    shop.holding._state = away = Away(math.inf, shop.holding._state)
+    shop.pay(2)
+    assert shop.ran == []
+    assert [each for each in caplog.messages if "hold" in each] == [
         "native delay: held or dropped from now on: shop.* (hold, ada@web1)",
         (
             "native delay: holds are not read until the store answers; 1 known one(s) stay on: "
             "OSError: it is down"
         ),
     ]
-    state.away = False
-    hold.begin(state, CONSUMER, patience_seconds=9)  # type: ignore[arg-type]
-    assert isinstance(hold(arrival()), WaitUntil)
+    away.times = 0
+    shop.delay.release("shop.*")
+    shop.clock.run_all()
+    assert sorted(shop.ran) == [1, 2]
 
 
-@pytest.mark.parametrize("away", [2, math.inf])
+@pytest.mark.parametrize("times", [2, math.inf])
 def test_a_worker_that_boots_waits_for_the_holds_and_says_loudly_if_they_stay_unknown(
-    caplog: pytest.LogCaptureFixture, away: float
+    shop: Shop, caplog: pytest.LogCaptureFixture, times: float
 ) -> None:
-    made, state = Holding(lambda arrival: ()), State(HOLD)
-    state.away = away
-    patience_seconds = 60 if away == 2 else 0.3
-    made.begin(state, CONSUMER, patience_seconds=patience_seconds)  # type: ignore[arg-type]
-    assert isinstance(made(arrival()), WaitUntil) is (away == 2)
-    assert ("this worker knows no holds" in caplog.text) is (away > 2)
+    shop.delay.hold("shop.*")
+    booting = Holding(lambda arrival: ())
+    state, seconds = Away(times, shop.holding._state), 60 if times == 2 else 0.3
+    booting.begin(state, shop.holding._consumer, patience_seconds=seconds)  # type: ignore[arg-type]
+    assert booting.concerns("shop.pay") is (times == 2)
+    assert ("this worker knows no holds" in caplog.text) is (times > 2)
+    booting.close()
 
 
-def test_a_worker_sends_an_event_when_other_holds_count() -> None:
+def test_a_worker_sends_an_event_when_other_holds_count(shop: Shop) -> None:
     sent: list[Any] = []
-    dispatcher = SimpleNamespace(
+    holding = shop.holding
+    holding._consumer.event_dispatcher = SimpleNamespace(
         enabled=True, producer=None, publish=lambda event, fields, _: sent.append((event, fields))
     )
-    looks: list[Any] = []
-    timer = SimpleNamespace(call_repeatedly=lambda _, look: looks.append(look))
-    made, state = Holding(lambda arrival: ()), State(HOLD)
-    consumer = SimpleNamespace(timer=timer, event_dispatcher=dispatcher)
-    made.begin(state, consumer, patience_seconds=9)  # type: ignore[arg-type]
     fields = {"holds": [{"name": "shop.*", "mode": "hold", "by": "ada@web1"}]}
-    assert sent == [("delay-holds", fields)]
-    state.holds = (replace(HOLD, next_us=NOW_US),)
-    wait_until(lambda: looks[0]() or made._holds == state.holds)
-    looks[0]()
-    assert len(sent) == 1, "a release that goes on is no news"
-    state.holds = ()
-
-    def looked() -> bool:
-        looks[0]()
-        return len(sent) == 2
-
-    wait_until(looked)
-    assert sent[1:] == [("delay-holds", {"holds": []})]
-    made.close()
+    for change, told in (
+        (lambda: shop.delay.hold("shop.*", by="ada@web1"), [("delay-holds", fields)]),
+        (lambda: None, []),
+        (lambda: shop.delay.release("shop.*"), [("delay-holds", {"holds": []})]),
+    ):
+        change()
+        holding.begin(holding._state, holding._consumer, patience_seconds=9)
+        assert sent == told
+        sent.clear()

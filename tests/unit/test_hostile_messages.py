@@ -5,35 +5,26 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
-from contextlib import closing
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from celery import Celery
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from celery_native_delay import DelaySettings, Rate
+from celery_native_delay import Rate, install
+from celery_native_delay.clock import Clock
 from celery_native_delay.keyed.record import HEADER as UNIQUE
 from celery_native_delay.keyed.record import LOCKS
-from celery_native_delay.keyed.rules import Step
 from celery_native_delay.message import HEADER, ONCE, Delayed
-from celery_native_delay.rates.in_records import RecordedLines
 from celery_native_delay.schedules.state import HEADER as OCCURRENCE
-from celery_native_delay.store.opened import store_at
 from celery_native_delay.transports.rabbitmq.wrapping import unwrap
 from celery_native_delay.transports.virtual.wrapping import unwrapped
-from celery_native_delay.worker import in_time, unique
-from celery_native_delay.worker import once as worker_once
-from celery_native_delay.worker import scheduling as worker_scheduling
 from celery_native_delay.worker.arrival import Arrival, Ruling
-from celery_native_delay.worker.gates import Revoked, gates
-from celery_native_delay.worker.once import Once
+from celery_native_delay.worker.gates import Revoked
+from celery_native_delay.worker.leases import Leases
 from celery_native_delay.worker.rating import PLACE, Rated
-from celery_native_delay.worker.scheduling import Scheduling
-from celery_native_delay.worker.unique import Unique
-from tests.waiting import PATIENCE_SECONDS
 
 NOW_US = 1_795_176_000_000_000
 RATED = "shop.call_api"
@@ -127,68 +118,30 @@ KEYS: list[Any] = [
 ]
 
 
-class Leases:
-    """Leases that encode the name of a key and check that it fits into its database column."""
-
-    def begin(self, name: str, task_id: str, is_here: Any, rule: Any) -> tuple[str, Step]:
-        assert 0 <= len(name.encode()) <= 800
-        assert len(name) <= 200
-        return "token", Step(None)
-
-    begin_in_time = begin
-
-    def hold(self, held: Any) -> None:
-        held.name.encode()
-
-    def settle(self, name: str, rule: Any, *, token: str) -> None:
-        assert {token: name.encode()}
-
-    settle_in_time = settle
-
-
-class Schedules:
-    """Schedule entries that encode the name of an entry, as a Redis client does."""
-
-    def __init__(self, app: Any) -> None: ...
-
-    def advance(self, name: str, number: int, task_id: str, *, redelivered: bool) -> str | None:
-        assert (name.encode(), number, redelivered) is not None
-        return None
-
-    def send_anew(self, name: str, task: str, task_id: str) -> str | None:
-        return None
-
-    def note_run(self, name: str) -> None: ...
-
-    def note_beat(self, name: str) -> None: ...
-
-
 @pytest.fixture(autouse=True)
 def no_log(caplog: pytest.LogCaptureFixture) -> None:
     """Keep no log lines, because pytest-xdist cannot send a lone surrogate in them."""
     caplog.set_level(logging.CRITICAL)
 
 
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slow machine is no store that hangs."""
-    monkeypatch.setattr(in_time._within, "seconds", PATIENCE_SECONDS)
-
-
-@pytest.fixture(scope="module")
-def lines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RecordedLines]:
-    folder: Path = tmp_path_factory.mktemp("lines")
-    store = store_at(f"sqlite:///{folder}/store.db", "test", timeout_seconds=5)
-    with closing(store):
-        yield RecordedLines(store.state)
-
-
 @pytest.fixture
-def scheduling(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scheduling]:
-    monkeypatch.setattr(worker_scheduling, "Schedules", Schedules)
-    app = SimpleNamespace(conf=SimpleNamespace(beat_max_loop_interval=0))
-    with closing(Scheduling(app, None)) as gate:
-        yield gate
+def consumer(key: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Celery's consumer in this thread, with all gates; its tasks have limits with this key."""
+    monkeypatch.setattr(Leases, "_work", lambda _: None)  # no task ends, so no lease does
+    limits = [
+        Rate("10000/s", key=key, overrides=lambda key: {"ada": "9000/s", "": "none"}.get(key)),
+        Rate("10000/s", key=key, name="all", concurrent=2),
+    ]
+    app = Celery("shop", broker="memory://", set_as_current=False)
+    for name in (RATED, "other"):
+        app.task(name=name, shared=False)(call_api)
+    install(app, rates={RATED: limits}, schedules=True)
+    with Clock(app) as clock:
+        assert clock._worker is not None
+        consumer = clock._worker._consumer
+        found = {type(gate): gate for gate in consumer.strategies._gates}
+        found[Revoked].state = found[Rated].lines._records  # as if tasks waited in the broker, too
+        yield consumer
 
 
 def messages(headers: dict[str, Any], payload: Any, consumer: Any) -> Iterator[Arrival]:
@@ -212,39 +165,14 @@ def messages(headers: dict[str, Any], payload: Any, consumer: Any) -> Iterator[A
 @example(headers=ODD_HEADERS, payload=ODD_PAYLOAD)
 @example(headers={"task": RATED, "id": "0", HEADER: ODD_OURS}, payload=None)
 def test_no_gate_raises_or_keeps_a_task_for_ever(
-    lines: RecordedLines,
-    scheduling: Scheduling,
-    monkeypatch: pytest.MonkeyPatch,
-    key: Any,
-    headers: dict[str, Any],
-    payload: Any,
+    consumer: Any, key: Any, headers: dict[str, Any], payload: Any
 ) -> None:
     """A value that cannot be encoded is ignored as a key, a place or a mark."""
-    for module in (unique, worker_once):
-        monkeypatch.setattr(module, "leases_of", lambda app: Leases())
-    limits = [
-        Rate("10000/s", key=key, overrides=lambda key: {"ada": "9000/s", "": "none"}.get(key)),
-        Rate("10000/s", key=key, name="all", concurrent=2),
-    ]
-    delay = DelaySettings(rates={RATED: limits})
-    rated = Rated(delay, {RATED: SimpleNamespace(run=call_api)})
-    rated.lines = lines
-    revoked = Revoked()
-    revoked.state = lines._records
-    once = Once(SimpleNamespace(tasks={}), delay)
-    consumer = SimpleNamespace(app=None, pool=SimpleNamespace(num_processes=2))
     for arrival in messages({**headers}, payload, consumer):
-        for gate in gates(
-            delay,
-            revoked=revoked,
-            scheduling=scheduling,
-            rated=rated,
-            once=once,
-            unique=Unique(None),
-        ):
+        for gate in consumer.strategies._gates:
             ruling: Ruling | None = gate(arrival)
             assert ruling != arrival.until_store_answers()
-            if gate is rated and ruling is not None:  # it has a place, and may take its locks
+            if type(gate) is Rated and ruling is not None:  # it has a place, and may take its locks
                 assert gate(arrival) != arrival.until_store_answers()
 
 

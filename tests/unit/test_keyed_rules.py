@@ -144,12 +144,19 @@ def test_debounce_starts_over_after_its_task_was_cancelled() -> None:
     assert place.at(60).started == [("b", 9)]
 
 
-def test_debounce_replaces_a_task_that_was_rescheduled_to_later() -> None:
+def test_a_call_replaces_a_task_that_was_rescheduled_to_later() -> None:
     place = Place()
     place.at(0).debounce("a", 1)
     place.move("a", 4)
     place.at(1.5).debounce("b", 1)
     assert place.at(60).started == [("b", 2.5)]
+    place = Place()
+    place.at(0).throttle("a", 10, trails=True)
+    place.at(1).throttle("b", 10, trails=True)
+    place.move("b", 30)
+    place.at(12).throttle("c", 10, trails=True)
+    place.at(13).throttle("d", 10, trails=True)
+    assert place.at(60).started == [("a", 0), ("c", 12), ("d", 22)]
 
 
 @given(
@@ -209,14 +216,6 @@ def test_debounce_runs_once_in_each_quiet_period(
 # ---- throttle -----------------------------------------------------------------------------------
 
 
-def test_throttle_runs_the_first_of_each_window() -> None:
-    place, answers = Place(), []
-    for seconds, name in ((0, "a"), (1, "b"), (9.9, "c"), (10, "d"), (11, "e")):
-        answers.append(place.at(seconds).throttle(name, 10, trails=False))
-    assert answers == ["a", "a", "a", "d", "d"]
-    assert place.at(60).started == [("a", 0), ("d", 10)]
-
-
 def test_throttle_on_both_edges_runs_the_last_call_at_the_end_which_opens_a_window() -> None:
     place, answers = Place(), []
     for seconds, name in ((0, "a"), (1, "b"), (9, "c"), (12, "d"), (41, "e")):
@@ -253,39 +252,7 @@ def test_throttle_on_both_edges_starts_over_after_its_trailing_task_was_cancelle
     assert place.at(60).started == [("a", 0), ("d", 11)]
 
 
-def test_throttle_replaces_a_trailing_task_that_was_rescheduled_to_later() -> None:
-    place = Place()
-    place.at(0).throttle("a", 10, trails=True)
-    place.at(1).throttle("b", 10, trails=True)
-    place.move("b", 30)
-    place.at(12).throttle("c", 10, trails=True)
-    place.at(13).throttle("d", 10, trails=True)
-    assert place.at(60).started == [("a", 0), ("c", 12), ("d", 22)]
-
-
 # ---- unique -------------------------------------------------------------------------------------
-
-
-def test_unique_returns_the_task_that_waits_or_runs() -> None:
-    place = Place()
-    assert place.at(0).unique("a", 60) == "a"
-    assert place.at(59).unique("b") == "a"
-    assert place.at(61).unique("b") == "a"  # in its queue
-    assert place.call(partial(begin, task_id="a", token="1")).free_us is None
-    assert place.unique("b") == "a"
-    place.call(partial(end, token="1"))
-    assert place.record is None
-    assert place.unique("b") == "b"
-
-
-def test_unique_until_start_frees_its_key_at_the_start() -> None:
-    place = Place()
-    place.unique("a")
-    place.call(partial(receive, task_id="a", token="1"))
-    assert place.unique("b") == "a"
-    place.call(partial(end, token="1"))
-    assert place.record is None
-    assert place.unique("b") == "b"
 
 
 def test_unique_until_start_frees_its_key_soon_after_its_worker_was_killed() -> None:
@@ -430,27 +397,11 @@ def test_record_names_are_short_and_differ_if_the_keys_differ(one: str, other: s
 
 
 @pytest.mark.parametrize(
-    "mark",
-    [
-        Mark("debounce", "shop.sync", "user:7"),
-        Mark("unique", "shop.sync", "user:7", until="end", token="a1"),
-        Mark("throttle-trailing", "shop.sync", "x" * 300),
-    ],
-)
-def test_a_messages_header_carries_its_whole_key(mark: Mark) -> None:
-    headers = {"task": mark.task, HEADER: mark.header()}
-    assert Mark.of(headers) == mark
-    assert mark.name == name_of(mark.kind, mark.task, mark.key)
-
-
-@pytest.mark.parametrize(
     "header",
     [
         None,
-        "unique",
         {},
         {"v": 2, "kind": "unique", "key": "a"},
-        {"v": 1, "kind": "unique"},
         {"v": 1, "kind": "unique", "key": 7},
         {"v": 1, "kind": "unique", "key": "\ud800"},
         {"v": 1, "kind": "unique", "key": "a", "until": ["end"]},
@@ -463,13 +414,6 @@ def test_a_malformed_header_is_no_mark(header: object) -> None:
 
 
 # ---- moved to another place ---------------------------------------------------------------------
-
-
-def test_moving_a_task_to_another_broker_moves_its_key() -> None:
-    old, new = Place(), Place()
-    old.unique("a", 50)
-    assert new.carry("a", old) == "a"
-    assert (new.unique("b"), old.unique("b")) == ("a", "b")
 
 
 def test_a_moved_debounced_task_keeps_its_longest_wait() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,138 +20,21 @@ from celery_native_delay.records.publishing import RecordedPublish
 from celery_native_delay.transports.moving import (
     Found,
     Moving,
-    Reach,
     Source,
     Stays,
     Void,
     derived_id,
 )
+from celery_native_delay.transports.rabbitmq.moving import deliveries_of
 from celery_native_delay.transports.virtual.moving import moving_of
 from celery_native_delay.transports.virtual.wrapping import encoded, wrapped
 
-
-def a_message(task_id: str, more: dict[str, Any] | None = None, **options: Any) -> Moving:
-    headers = {"task": "shop.remind", "id": task_id} | (more or {})
-    properties = {"application_headers": headers}
-    return Moving(b"[]", properties, Delayed(task_id, 5, "", "reminders"), **options)
+MARK = Mark("unique", "shop.remind", "ada", "end")
 
 
-class Place(Source):
-    """A source with *messages*; source and destination write to *log*."""
-
-    name = "somewhere"
-
-    def __init__(self, *messages: Found, log: list[str], changing: bool = False) -> None:
-        self._messages = messages
-        self._log = log
-        self._changing = changing
-        self._last = ""
-
-    def count(self) -> int:
-        return len(self._messages)
-
-    def found(self) -> Iterator[Found]:
-        for message in self._messages:
-            self._last = getattr(message, "task_id", None) or type(message).__name__
-            yield message
-
-    def done(self) -> bool:
-        self._log.append(f"{self._last} gone")
-        return not self._changing
-
-    def close(self) -> None:
-        self._log.append("closed")
-
-
-class Other:
-    """A destination that takes every message but those whose ids are in *refuses*."""
-
-    name = "elsewhere"
-
-    def __init__(self, log: list[str], *refuses: str) -> None:
-        self._log = log
-        self._refuses = refuses
-
-    def prepare(self, queues: Sequence[Any]) -> None: ...
-
-    def sources(self, what: str | None, reaches: Sequence[Reach]) -> list[Source]:
-        return []
-
-    def key_records(self) -> KeyRecords | None:
-        return None
-
-    def take_in(self, moving: Moving, keyed: RecordedPublish | None = None) -> bool:
-        if moving.task_id in self._refuses:
-            raise CannotDelay("it is too far away")
-        self._log.append(f"{moving.task_id} in")
-        return not moving.again
-
-
-def moved(place: Place, other: Other, *, stop_after: int = 99) -> Account:
-    account = Account(place.name, place.count())
-    count = iter(range(1, 99))
-    stopped: list[int] = []
-    told: list[str | None] = []
-
-    def on_each() -> None:
-        if next(count) == stop_after:
-            stopped.append(1)
-
-    move(
-        place,
-        other,
-        account,
-        pace=None,
-        stopped=lambda: bool(stopped),
-        on_each=on_each,
-        on_doubt=told.append,
-    )
-    assert told == account.doubtful
-    return account
-
-
-def test_a_message_is_deleted_only_after_it_was_taken_in() -> None:
-    log: list[str] = []
-    account = moved(Place(a_message("one"), a_message("two"), log=log), Other(log))
-    assert log == ["one in", "one gone", "two in", "two gone", "closed"]
-    assert (account.moved, account.doubtful) == (2, [])
-
-
-def test_a_message_that_cannot_be_moved_stays() -> None:
-    log: list[str] = []
-    place = Place(a_message("far"), Stays("no"), Stays("not late", is_error=False), Void(), log=log)
-    account = moved(place, Other(log, "far"))
-    assert log == ["Void gone", "closed"]
-    assert dict(account.refused) == {"it is too far away": 1, "no": 1}
-    assert (account.moved, account.stays) == (0, 1)
-
-
-def test_stopping_finishes_the_present_message() -> None:
-    log: list[str] = []
-    place = Place(a_message("one"), a_message("two"), log=log)
-    assert moved(place, Other(log), stop_after=1).moved == 1
-    assert log == ["one in", "one gone", "closed"]
-
-
-def test_an_error_of_the_destination_leaves_the_message_in_its_source() -> None:
-    log: list[str] = []
-
-    class Broken(Other):
-        def take_in(self, moving: Moving, keyed: RecordedPublish | None = None) -> bool:
-            raise OSError("gone")
-
-    with pytest.raises(OSError, match="gone"):
-        moved(Place(a_message("one"), log=log), Broken(log))
-    assert log == ["closed"]
-
-
-def test_tasks_that_may_run_twice_are_reported() -> None:
-    log: list[str] = []
-    account = moved(Place(a_message("one", again=True), a_message("two"), log=log), Other(log))
-    assert (account.doubtful, account.moved) == (["one"], 2)
-    assert moved(Place(a_message("three"), log=log, changing=True), Other(log)).doubtful == [
-        "three"
-    ]
+def a_message(task_id: str, **headers: Any) -> Moving:
+    properties = {"application_headers": {"task": "shop.remind", "id": task_id, **headers}}
+    return Moving(b"[]", properties, Delayed(task_id, 5, "", "reminders"))
 
 
 class Records(KeyRecords):
@@ -171,39 +55,103 @@ class Records(KeyRecords):
         return seen, step
 
 
-MARK = Mark("unique", "shop.remind", "ada", "end")
+class Place(Source):
+    """A source of messages, which writes to a log what happens to them."""
+
+    name = "somewhere"
+    keeps_keys = False
+
+    def __init__(self, messages: tuple[Found, ...], records: Records | None, log: list[str]):
+        self._messages = messages
+        self._records = records
+        self._log = log
+
+    def count(self) -> int:
+        return len(self._messages)
+
+    def key_records(self) -> KeyRecords | None:
+        return self._records
+
+    def found(self) -> Iterator[Found]:
+        for message in self._messages:
+            self._last = getattr(message, "task_id", None) or type(message).__name__
+            yield message
+
+    def done(self) -> bool:
+        self._log.append(f"{self._last} gone")
+        return True
+
+    def close(self) -> None:
+        self._log.append("closed")
 
 
-def moved_with_records(one: Records, other: Records | None) -> tuple[list[str], Account]:
+def moved(
+    *messages: Found,
+    log: list[str],
+    error: Exception | None = None,
+    records: Records | None = None,
+    shared: bool = False,
+) -> Account:
+    """Move messages; the destination raises *error* or takes them, and may share the records."""
+
+    def take_in(moving: Moving, keyed: RecordedPublish | None = None) -> bool:
+        if error is not None:
+            raise error
+        log.append(f"{moving.task_id} in")
+        return True
+
+    there = SimpleNamespace(take_in=take_in, key_records=lambda: records if shared else None)
+    account = Account("somewhere", len(messages))
+    move(
+        Place(messages, records, log),
+        there,  # type: ignore[arg-type]
+        account,
+        pace=None,
+        stopped=lambda: False,
+        on_each=lambda: None,
+        on_doubt=lambda _: None,
+    )
+    return account
+
+
+def test_a_message_is_deleted_only_after_it_was_taken_in() -> None:
     log: list[str] = []
-    place, elsewhere = Place(a_message("one", {HEADER: MARK.header()}), log=log), Other(log)
-    place.keeps_keys = False
-    place.key_records = lambda: one  # type: ignore[method-assign]
-    elsewhere.key_records = lambda: other  # type: ignore[method-assign]
-    return log, moved(place, elsewhere)
+    account = moved(a_message("one"), a_message("two"), log=log)
+    assert log == ["one in", "one gone", "two in", "two gone", "closed"]
+    assert (account.moved, account.doubtful) == (2, [])
 
 
-def test_a_keys_record_is_deleted_before_its_message() -> None:
-    records = Records(**{MARK.name: Record(id="one", due_us=5)})
-    log, _ = moved_with_records(records, None)
-    assert log == ["one in", "one gone", "closed"]
-    assert records.by_name == {}
+def test_a_message_that_cannot_be_moved_stays() -> None:
+    log: list[str] = []
+    messages = (a_message("far"), Stays("no"), Stays("not late", is_error=False), Void())
+    account = moved(*messages, log=log, error=CannotDelay("it is too far away"))
+    assert log == ["Void gone", "closed"]
+    assert dict(account.refused) == {"it is too far away": 1, "no": 1}
+    assert (account.moved, account.stays) == (0, 1)
+    with pytest.raises(OSError, match="gone"):
+        moved(a_message("one"), log=log, error=OSError("gone"))
+    assert log == ["Void gone", "closed", "closed"]
 
 
 def test_a_task_stays_while_another_attempt_runs_with_its_key() -> None:
+    log: list[str] = []
     run = Run("zero", "token", lease_us=200)
     records = Records(**{MARK.name: Record(id="one", due_us=5, runs=(run,))})
-    log, account = moved_with_records(records, None)
+    account = moved(a_message("one", **{HEADER: MARK.header()}), log=log, records=records)
     assert (log, account.moved) == (["closed"], 0)
     assert "a task with its key is running" in next(iter(account.refused))
 
 
-def test_a_record_that_both_brokers_share_stays() -> None:
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_record_moves_with_its_task_unless_both_brokers_share_it(shared: bool) -> None:
     """Two URLs may name one Redis: deleting the record there would delete it here."""
-    records = Records(**{MARK.name: Record(id="one", due_us=5)})
-    log, _ = moved_with_records(records, records)
+    log: list[str] = []
+    record = Record(id="one", due_us=5)
+    records = Records(**{MARK.name: record})
+    message = a_message("one", **{HEADER: MARK.header()})
+    moved(message, log=log, records=records, shared=shared)
     assert log == ["one in", "one gone", "closed"]
-    assert records.by_name == {MARK.name: Record(id="one", due_us=5)}
+    assert records.by_name == ({MARK.name: record} if shared else {})
 
 
 def test_the_account_keeps_a_limited_number_of_reasons_and_ids() -> None:
@@ -228,10 +176,7 @@ def test_the_derived_delivery_id_of_a_message_is_stable() -> None:
         derived_id({**headers, "eta": None}, {}, b"[]", "shop", "orders"),
     ]
     assert len({same, *others}) == 5
-
-
-def test_a_message_without_a_task_id_has_no_derived_delivery_id() -> None:
-    assert derived_id({}, {}, b"tick", "", "clock") is None
+    assert derived_id({}, {}, b"tick", "", "clock") is None, "it has no task id"
 
 
 @pytest.mark.parametrize("encoding", ["base64", None])
@@ -239,7 +184,6 @@ def test_a_kombu_envelope_is_read_back_into_its_message(encoding: str | None) ->
     body = "[[], {}, {}]"
     properties = {
         "correlation_id": "order-7",
-        "priority": 3,
         "body_encoding": encoding,
         "delivery_tag": "0f1e2d3c-4b5a-6978-8796-a5b4c3d2e1f0",
         "delivery_info": {"exchange": "shop", "routing_key": "orders.new"},
@@ -255,22 +199,21 @@ def test_a_kombu_envelope_is_read_back_into_its_message(encoding: str | None) ->
     at_us = due_us(headers["eta"])
     waiting = wrapped(message, due_ms=at_us // 1000)
     found = moving_of(encoded(waiting), queue="orders", due_us=at_us)
-    assert found.body == body.encode()
-    assert found.headers == headers
+    assert (found.body, found.headers) == (body.encode(), headers)
     assert found.properties["correlation_id"] == "order-7"
     assert found.properties["content_type"] == "application/json"
     assert "delivery_tag" not in found.properties
-    delayed = found.delayed
-    assert (delayed.exchange, delayed.routing_key, delayed.queue) == (
-        "shop",
-        "orders.new",
-        "orders",
-    )
-    assert (delayed.due_us, delayed.cancelled) == (at_us, False)
+    delivery_id = found.delayed.delivery_id
+    assert found.delayed == Delayed(delivery_id, at_us, "shop", "orders.new", "orders")
     again = moving_of(encoded(waiting), queue="orders", due_us=at_us)
-    assert again.delayed.delivery_id == delayed.delivery_id
+    assert again.delayed.delivery_id == delivery_id
     cancelled = wrapped(message, due_ms=at_us // 1000, cancelled=True)
     found = moving_of(encoded(cancelled), queue="", due_us=at_us)
-    assert found.delayed.cancelled
-    assert found.delayed.queue is None
+    assert (found.delayed.cancelled, found.delayed.queue) == (True, None)
     assert "expires" not in found.headers
+
+
+def test_deliveries_are_read_from_the_headers_of_every_rabbitmq() -> None:
+    assert deliveries_of({}) == 0
+    assert deliveries_of({"application_headers": {"x-delivery-count": 3}}) == 3
+    assert deliveries_of({"application_headers": {"x-acquired-count": 7}}) == 7

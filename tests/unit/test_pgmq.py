@@ -8,7 +8,7 @@ import pytest
 
 from celery_native_delay import DelaySettings, DelayTooLong
 from celery_native_delay.due_time import eta_of
-from celery_native_delay.transports.virtual import channel, delays
+from celery_native_delay.transports.virtual import channel
 
 pgmq = pytest.importorskip(
     "celery_native_delay.transports.pgmq", reason="kombu before 5.7", exc_type=ImportError
@@ -20,7 +20,7 @@ NOON_NS = 1_795_176_000_000_000_000
 
 @pytest.fixture(autouse=True)
 def noon(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (pgmq, channel, delays):
+    for module in (pgmq, channel):
         monkeypatch.setattr(module, "time_ns", lambda: NOON_NS)
 
 

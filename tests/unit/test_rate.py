@@ -21,9 +21,7 @@ def call_api(tenant: str, number: int = 0, *, region: str = "eu", **more: Any) -
     ("limit", "count", "period_us"),
     [
         ("10/s", 10, 1_000_000),
-        ("100/m", 100, 60_000_000),
         ("7/h", 7, 3_600_000_000),
-        ("1/d", 1, 86_400_000_000),
         ("50/10s", 50, 10_000_000),
     ],
 )
@@ -42,20 +40,15 @@ def test_the_spacing_of_starts_has_a_margin_of_one_percent(
     [
         lambda: Rate("10"),
         lambda: Rate("0/s"),
-        lambda: Rate("1.5/s"),
-        lambda: Rate("10/w"),
         lambda: Rate(10),  # type: ignore[arg-type]
         lambda: Rate("20000/s"),
         lambda: Rate("1/s", burst=0),
         lambda: Rate("1/s", burst=True),
         lambda: Rate("1/s", key=""),
-        lambda: Rate("1/s", key="header:"),
         lambda: Rate("1/s", key=3),  # type: ignore[arg-type]
         lambda: DelaySettings(rates={"t": {"limit": "1/s", "tenant": "x"}}),
-        lambda: DelaySettings(rates={"t": "1/x"}),
         lambda: DelaySettings(rates={"t": []}),
         lambda: DelaySettings(rates={"t": [Rate("1/s", name="x"), Rate("1/s", name="x")]}),
-        lambda: DelaySettings(rates={"t": ["1/s", "fast"]}),
         lambda: Rate("1/s", name=""),
         lambda: Rate("1/s", overrides={"gold": "fast"}),
         lambda: Rate("1/s", overrides={3: "1/s"}),  # type: ignore[dict-item]
@@ -78,18 +71,13 @@ def test_an_invalid_rate_is_refused(make: Callable[[], object]) -> None:
         (None, ["ada"], {}, None),
         ("tenant", ["ada"], {}, "ada"),
         ("tenant", [], {"tenant": "ada"}, "ada"),
-        ("number", ["ada", 7], {}, "7"),
         ("number", ["ada"], {}, "0"),
         ("region", ["ada"], {}, "eu"),
-        ("region", ["ada", 1, "no"], {}, "eu"),
         ("extra", ["ada"], {"extra": "x"}, "x"),
-        ("extra", ["ada"], {}, None),
         ("header:tenant", [], {}, "bob"),
         ("header:other", [], {}, None),
         (lambda args, kwargs, headers: args[0] + headers["tenant"], ["ada"], {}, "adabob"),
-        (lambda args, kwargs, headers: 7, [], {}, "7"),
         (lambda args, kwargs, headers: True, [], {}, "True"),
-        (lambda args, kwargs, headers: None, [], {}, None),
         ("tenant", ["x" * 1000], {}, "x" * 200),
     ],
 )
@@ -100,7 +88,7 @@ def test_the_key_of_a_task(
     assert rate.key_of(args, kwargs, {"tenant": "bob"}, signature(call_api)) == found
 
 
-@pytest.mark.parametrize("found", [object(), ("ada", "bob"), 1.5, b"ada"])
+@pytest.mark.parametrize("found", [object(), 1.5])
 def test_a_key_callable_returns_str_int_or_bool(found: object) -> None:
     """The text of an object may differ for each task. Then no task would be limited."""
     rate = Rate("1/s", key=lambda args, kwargs, headers: found)
@@ -155,10 +143,8 @@ def test_the_text_of_a_rate_is_the_call_that_makes_it() -> None:
     [
         (30, 30.0),
         ("30", 30.0),
-        (1.5, 1.5),
         (-3, 0.0),
         ("Thu, 01 Jan 2026 00:01:30 GMT", 90.0),
-        ("Thu, 01 Jan 2026 00:01:30 -0000", 90.0),
         ("Wed, 31 Dec 2025 00:01:30 GMT", 0.0),
     ],
 )
@@ -166,7 +152,7 @@ def test_the_seconds_of_retry_after(when: Any, seconds: float) -> None:
     assert RetryAfter(when).seconds(datetime(2026, 1, 1, tzinfo=UTC)) == seconds
 
 
-@pytest.mark.parametrize("when", [None, "soon", "", [], float("nan"), float("inf"), 10**400])
+@pytest.mark.parametrize("when", [None, "soon", float("nan"), 10**400])
 def test_retry_after_refuses_an_invalid_time(when: Any) -> None:
     expected = r"expected RetryAfter\(…\) of seconds, or of an HTTP server's Retry-After"
     with pytest.raises(InvalidDueTime, match=expected) as raised:

@@ -401,20 +401,6 @@ def test_a_hold_delays_all_waiting_tasks_and_puts_its_task_first() -> None:
     assert spaced[-1] - spaced[0] <= 6 * world.rate.spacing_us
 
 
-def test_after_an_outage_tasks_keep_their_spacing() -> None:
-    world = World(Rate("10/s"), Random(1))
-    for message in range(20):
-        world.send(message, NOON_US)
-    for _ in range(20):
-        world.step()
-    world.now_us += 600_000_000
-    asked = world.asked
-    world.run()
-    assert world.order == list(range(20))
-    assert world.asked - asked <= 2 * 20
-    assert world.starts[-1] - world.starts[1] <= 18 * world.rate.spacing_us
-
-
 @given(
     line=st.builds(Line, *[st.integers(0, 2**52)] * 9),
     rate=RATES,

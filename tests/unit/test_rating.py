@@ -225,17 +225,6 @@ def test_a_new_task_with_a_long_wait_does_not_wait_before_the_gate(
     assert Delay(shop.app).count() == 1
 
 
-def test_tasks_behind_one_before_the_gate_count_as_prefetched(shop: Shop, busy: list[Any]) -> None:
-    """Otherwise a worker would take a whole queue while its processes are busy."""
-    for number in range(3):
-        shop.call("ada", number)
-    shop.clock.advance(seconds=0.05)
-    assert (shop.ran, shop.prefetched_beside()) == ([], 0)
-    state.reserved_requests.discard(busy[0])
-    shop.clock.run_all()
-    assert [number for *_, number in shop.ran] == [0, 1, 2]
-
-
 # ---- the order of a queue ------------------------------------------------------------------------
 
 

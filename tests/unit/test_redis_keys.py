@@ -36,11 +36,6 @@ def test_the_names_of_version_2_are_frozen() -> None:
     assert member_of(message(id="task-1"), "celery") == "task-1:u2yCm81Mnozy"
 
 
-def test_a_hash_tag_in_the_prefix_stays_first() -> None:
-    """All keys then share the cluster slot of the queues."""
-    assert RedisBrokerKeys("{queue}:", "d").due.startswith("{queue}:")
-
-
 def test_retries_and_copies_of_a_task_have_different_members() -> None:
     members = {
         member_of(message(tag, id="task-1"), queue) for tag in ("1", "2") for queue in ("a", "b")
@@ -49,20 +44,11 @@ def test_retries_and_copies_of_a_task_have_different_members() -> None:
     assert all(member.startswith("task-1:") for member in members)
 
 
-def test_the_same_message_has_the_same_member() -> None:
-    assert member_of(message(id="1"), "a") == member_of(message(id="1"), "a")
-
-
 def test_the_member_of_a_message_without_a_task_id() -> None:
     named = message() | {"properties": {"delivery_tag": "tag-1", "correlation_id": "c-1"}}
     assert member_of(named, "a").startswith("c-1:")
     assert member_of(message(), "a").startswith("tag-1:")
     assert member_of({"properties": {"delivery_tag": "t"}, "headers": None}, "a").startswith("t:")
-
-
-@given(st.uuids(), st.uuids(), st.text())
-def test_a_member_with_a_uuid_has_at_most_52_bytes(task: Any, tag: Any, queue: str) -> None:
-    assert len(member_of(message(str(tag), id=str(task)), queue)) <= 52
 
 
 names = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
@@ -80,15 +66,6 @@ names = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 def test_an_entry_survives_encoding_and_decoding(destination: Destination, envelope: str) -> None:
     opened = opened_entry(entry_of(destination, envelope).encode())
     assert opened == (destination, envelope.encode())
-
-
-def test_the_entry_of_version_1_is_frozen() -> None:
-    """Redis holds such entries in production, and Lua scripts read them."""
-    assert entry_of(Destination(("jobs",)), '{"a": 1}') == 'push 0 4\njobs{"a": 1}'
-    expiring = Destination(("jobs\x06\x163", "jöbs"), ttl_ms=500)
-    assert entry_of(expiring, "{}") == "push 500 7 5\njobs\x06\x163jöbs{}"
-    broadcast = Destination(("/0.news",), broadcast=True)
-    assert entry_of(broadcast, "{}") == "publish 0 7\n/0.news{}"
 
 
 @pytest.mark.parametrize(

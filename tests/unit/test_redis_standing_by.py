@@ -60,21 +60,17 @@ def lags_ms(takes: list[int], monkeypatch: pytest.MonkeyPatch, woken: int | None
     return alarm.lags_ms
 
 
+@pytest.mark.parametrize(
+    ("takes", "woken", "lags"),
+    [
+        # One of several promoters does the work: four that look cost Redis four times.
+        ([1, 0, 0, 0, 0, 0, 0, 0, 0], None, [0, 1, 2, 4, 8, 16, 32, 50, 50]),
+        # The promoter that works is on time, and one that was woken: a message wakes only one.
+        ([1, 0, 0, 1, 1, 0], None, [0, 1, 2, 0, 0, 1]),
+        ([1, 0, 0, 0], 2, [0, 1, 2, 0]),
+    ],
+)
 def test_a_promoter_that_finds_nothing_lags_longer_each_time(
-    monkeypatch: pytest.MonkeyPatch,
+    takes: list[int], woken: int | None, lags: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So one of several promoters does the work.
-
-    Four that look at each due time cost Redis four times.
-    """
-    assert lags_ms([1, 0, 0, 0, 0, 0, 0, 0, 0], monkeypatch) == [0, 1, 2, 4, 8, 16, 32, 50, 50]
-
-
-def test_a_promoter_that_promoted_is_on_time_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The promoter that works must not lag, or messages would be late."""
-    assert lags_ms([1, 0, 0, 1, 1, 0], monkeypatch) == [0, 1, 2, 0, 0, 1]
-
-
-def test_a_promoter_that_was_woken_is_on_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new message wakes only one promoter."""
-    assert lags_ms([1, 0, 0, 0], monkeypatch, woken=2) == [0, 1, 2, 0]
+    assert lags_ms(takes, monkeypatch, woken) == lags

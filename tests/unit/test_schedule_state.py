@@ -60,26 +60,6 @@ def runs(
 # ---- the entry as text ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "of",
-    [
-        crontab(hour="2,14", minute="*/5", day_of_week="mon-fri"),
-        schedule(timedelta(seconds=1.5), relative=True),
-        solar("sunset", 52.5, 13.4),
-    ],
-    ids=str,
-)
-def test_another_worker_can_plant_an_entry_from_its_text(of: Any) -> None:
-    made = entry(
-        schedule=of, args=[1, datetime(2026, 1, 1, tzinfo=UTC)], kwargs={"a": "ü"}, ends_us=7
-    )
-    found = ScheduleEntry.from_text(made.text)
-    assert found is not None
-    assert found.text == made.text
-    assert (found.args, found.kwargs, found.ends_us) == (made.args, made.kwargs, 7)
-    assert found.words == made.words
-
-
 def fields_of(low: int, high: int) -> st.SearchStrategy[Any]:
     """A field of a crontab in each form that Celery takes."""
     numbers = st.integers(low, high)
@@ -115,11 +95,13 @@ schedules = st.one_of(
 
 
 @given(schedules)
-def test_each_schedule_of_celery_is_read_by_another_process_as_it_was(of: Any) -> None:
-    made = entry(schedule=of)
+def test_another_worker_can_publish_an_entry_with_any_schedule_of_celery(of: Any) -> None:
+    args = [1, datetime(2026, 1, 1, tzinfo=UTC)]
+    made = entry(schedule=of, args=args, kwargs={"a": "ü"}, ends_us=NOW_US + 10**18)
     found = ScheduleEntry.from_text(made.text)
     assert found is not None
     assert found.schedule == of
+    assert (found.args, found.kwargs, found.ends_us) == (args, {"a": "ü"}, made.ends_us)
     assert (found.text, found.words) == (made.text, made.words)
     assert found.next_us(NOW_US) == made.next_us(NOW_US)
 
@@ -153,6 +135,7 @@ def test_what_json_cannot_hold_only_a_worker_with_the_entry_can_plant(fields: An
     made = entry(**fields)
     assert ScheduleEntry.from_text(made.text) is None
     assert entry(**fields).text == made.text  # no address of an object
+    assert made.next_us(NOW_US) == NOW_US + (3 if "schedule" in fields else 10) * S
 
 
 class Once(BaseSchedule):
@@ -183,10 +166,6 @@ def test_a_changed_attribute_of_a_users_class_is_a_changed_schedule() -> None:
     changed = planned(waiting(one), other, NOW_US)
     assert changed is not None
     assert changed.due_us == other.next_us(NOW_US)
-
-
-def test_a_class_of_the_users_is_due_by_its_own_estimate() -> None:
-    assert entry(schedule=Odd()).next_us(NOW_US) == NOW_US + 3 * S
 
 
 def test_an_entry_is_due_only_between_its_start_and_its_end() -> None:
@@ -223,17 +202,7 @@ def test_a_schedule_is_told_in_words_which_can_be_parsed(of: Any, words: str) ->
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "every",
-        "every 0",
-        "every -1 s",
-        "* * * *",
-        "61 * * * *",
-        "* * * * * Mars/Base",
-        "x at 1",
-    ],
+    "text", ["", "every 0", "* * * *", "61 * * * *", "* * * * * Mars/Base", "x at 1"]
 )
 def test_the_error_for_a_wrong_schedule_shows_examples(text: str) -> None:
     with pytest.raises(SettingsError, match="such as 'every 10 s'"):
@@ -407,9 +376,7 @@ def test_a_state_is_put_only_in_place_of_the_one_that_was_read() -> None:
 @pytest.mark.parametrize(
     "header",
     [
-        None,
         3,
-        {},
         {"v": 9, "app": "shop", "entry": "a", "number": 1},
         {"v": 1, "app": "shop", "entry": 1, "number": 1},
         {"v": 1, "app": None, "entry": "a", "number": 1},

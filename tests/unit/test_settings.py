@@ -11,7 +11,7 @@ import pytest
 from celery import Celery
 
 from celery_native_delay import Debounce, DelaySettings, SettingsError, Throttle, Unique, install
-from celery_native_delay.settings import _FORMER, InstallKeywords, check_settings, setting_names
+from celery_native_delay.settings import InstallKeywords, setting_names
 
 STORE = (
     "None, the URL of a Redis that starts with redis://, rediss:// or redis+socket://, or is "
@@ -40,10 +40,9 @@ def test_a_store_in_memory_is_refused_without_showing_its_password(url: str) -> 
     assert "secret" not in str(refused.value) or "://" not in url
 
 
-@pytest.mark.parametrize("name", ["store", "management_url"])
-def test_a_wrong_url_is_refused_without_showing_its_password(name: str) -> None:
+def test_a_wrong_url_is_refused_without_showing_its_password() -> None:
     with pytest.raises(SettingsError, match=r"got 'sentinel://ada:.*@host/0'") as refused:
-        check_settings({name: "sentinel://ada:secret@host/0"})
+        DelaySettings.from_mapping({"management_url": "sentinel://ada:secret@host/0"})
     assert "secret" not in str(refused.value)
 
 
@@ -73,33 +72,22 @@ def test_the_default_levels_reach_eight_and_a_half_years() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("enabled", False),
         ("enabled", "drain"),
-        ("namespace", "a"),
         ("namespace", "shop.eu-west_1"),
-        ("namespace", "n" * 64),
         ("store", "redis+socket:///run/redis.sock"),
         ("store", "sentinel://:secret@a:26379,b:26379/shop/0"),
         ("store", "sentinel://a/shop/0?credential_provider=shop.Credentials"),
         ("store", "postgresql+psycopg://shop:secret@db/shop"),
         ("store_tasks", ["shop.remind", "billing.*"]),
-        ("store_timeout_seconds", 0.5),
-        ("schedules", True),
         ("schedules", 7),
-        ("schedules", "2026-11-23"),
-        ("store", "sqlite:///delays.db"),
         ("store", "sqlite:////var/delays.db?synchronous=full"),
-        ("store", "mysql+mysqldb://u:p@h/d"),
-        ("landing", ["news"]),
         ("landing", ("jobs", "tenant-*")),
         ("declare", False),
         ("management_url", "https://guest:guest@rabbit:15671"),
         ("telemetry", "/var/log/shop/telemetry"),
-        ("telemetry", "telemetry"),
     ],
 )
 def test_values_that_are_accepted(name: str, value: Any) -> None:
-    check_settings({name: value})
     found = getattr(DelaySettings.from_mapping({name: value}), name)
     assert found == (tuple(value) if isinstance(value, list) else value)
 
@@ -119,28 +107,18 @@ SCHEDULES = 'True, False, or a release: a number from 1, or "2026-11-23"'
     ("name", "value", "expected"),
     [
         ("enabled", "yes", 'True, False or "drain"'),
-        ("enabled", 1, 'True, False or "drain"'),
-        ("enabled", None, 'True, False or "drain"'),
         ("namespace", "", NAMESPACE),
         ("namespace", "n" * 65, NAMESPACE),
-        ("namespace", ".a", NAMESPACE),
         ("namespace", "a.", NAMESPACE),
         ("namespace", "a..b", NAMESPACE),
-        ("namespace", "a b", NAMESPACE),
-        ("namespace", "a#", NAMESPACE),
         ("namespace", "ä", NAMESPACE),
         ("namespace", "a\n", NAMESPACE),
-        ("namespace", None, NAMESPACE),
-        ("namespace", b"a", NAMESPACE),
         ("landing", "news", NAMES),
         ("landing", [1], NAMES),
         ("landing", [""], NAMES),
-        ("landing", None, NAMES),
         ("declare", 0, "True or False"),
         ("management_url", "rabbit:15672", "None or an http(s) URL"),
-        ("management_url", 15672, "None or an http(s) URL"),
         ("store", "stream", STORE),
-        ("store", "amqp://", STORE),
         ("store", "redis://store:many", STORE),
         ("store", "redis://store?native_delay_prefix=shop_", PREFIX),
         ("store", "django?native_delay_prefix=shop_", PREFIX),
@@ -149,16 +127,12 @@ SCHEDULES = 'True, False, or a release: a number from 1, or "2026-11-23"'
         ("store_tasks", "shop.*", TASKS),
         ("once", "shop.*", ONCE),
         ("once", (("shop.*", 0),), ONCE),
-        ("once", (("", 1),), ONCE),
         ("once", ((1, 1),), ONCE),
         ("once", (("shop.*", "many"),), ONCE),
         ("schedules", 0, SCHEDULES),
         ("schedules", "", SCHEDULES),
-        ("schedules", None, SCHEDULES),
         ("store_timeout_seconds", 0, "seconds above 0, and at most 3600"),
-        ("store", True, STORE),
         ("telemetry", "", "None or the path of a folder"),
-        ("telemetry", True, "None or the path of a folder"),
     ],
 )
 def test_the_error_for_a_bad_value_names_the_expectation_and_the_value(
@@ -167,43 +141,22 @@ def test_the_error_for_a_bad_value_names_the_expectation_and_the_value(
     is_list = name == "landing" and isinstance(value, list)
     shown = tuple(value) if is_list else value
     text = f"expected native_delay_{name} to be {expected}, got {shown!r}"
-    for refuse in (check_settings, DelaySettings.from_mapping):
-        with pytest.raises(SettingsError) as refused:
-            refuse({name: value})
-        assert str(refused.value) == text
     with pytest.raises(SettingsError) as refused:
-        DelaySettings(**{name: value})
+        DelaySettings.from_mapping({name: value})
     assert str(refused.value) == text
 
 
-@pytest.mark.parametrize(
-    ("name", "meant"),
-    [
-        ("delcare", "declare"),
-        ("Declare", "declare"),
-        ("landings", "landing"),
-    ],
-)
-def test_the_error_for_an_unknown_name_suggests_the_nearest(name: str, meant: str) -> None:
-    with pytest.raises(SettingsError) as refused:
-        DelaySettings.from_mapping({name: 3})
-    assert str(refused.value) == (
-        f"unknown setting native_delay_{name}; did you mean native_delay_{meant}?"
-    )
-
-
-def test_the_error_for_an_unknown_name_lists_all_if_none_is_near() -> None:
+def test_the_error_for_an_unknown_name_suggests_the_nearest_or_lists_all() -> None:
+    for name, meant in (("Declare", "declare"), ("landings", "landing")):
+        with pytest.raises(SettingsError) as refused:
+            DelaySettings.from_mapping({name: 3})
+        assert str(refused.value) == (
+            f"unknown setting native_delay_{name}; did you mean native_delay_{meant}?"
+        )
     with pytest.raises(SettingsError, match="unknown setting native_delay_zzz; known: ") as refused:
         DelaySettings.from_mapping({"zzz": 3})
     for name in setting_names():
         assert f"native_delay_{name}" in str(refused.value)
-
-
-@pytest.mark.parametrize("former", _FORMER)
-def test_the_error_for_a_former_setting_names_the_new_way(former: str) -> None:
-    with pytest.raises(SettingsError) as refused:
-        DelaySettings.from_mapping({former: 3})
-    assert str(refused.value) == f"there is no setting native_delay_{former}: {_FORMER[former]}"
 
 
 def test_there_are_at_most_15_settings() -> None:
@@ -236,39 +189,24 @@ def test_schedules_may_be_the_release() -> None:
     assert DelaySettings(schedules=True).schedules_version is None
 
 
-def test_settings_cannot_be_changed() -> None:
-    wanted = DelaySettings()
-    with pytest.raises(FrozenInstanceError):
-        wanted.levels = 3  # type: ignore[misc]
-
-
-def test_settings_take_keywords_only() -> None:
+def test_settings_take_keywords_only_and_cannot_be_changed() -> None:
     with pytest.raises(TypeError):
         DelaySettings(True)  # type: ignore[misc]
+    with pytest.raises(FrozenInstanceError):
+        DelaySettings().declare = False  # type: ignore[misc]
 
 
-def test_equal_settings_have_equal_reprs() -> None:
-    """The repr is part of kombu's pool key."""
-    as_list = DelaySettings(landing=["a", "b"])  # type: ignore[arg-type]
-    as_tuple = DelaySettings(landing=("a", "b"))
-    assert as_list == as_tuple
-    assert hash(as_list) == hash(as_tuple)
-    assert repr(as_list) == repr(as_tuple)
-    assert eval(repr(as_tuple), {"DelaySettings": DelaySettings}) == as_tuple
-
-
-def test_the_order_of_a_set_does_not_show_in_the_repr() -> None:
+def test_equal_settings_have_equal_reprs_and_survive_pickling() -> None:
+    """The repr is part of kombu's pool key; the order of a set does not show in it."""
     names = [f"exchange-{number}" for number in range(40)]
     grown = set(names)
     shrunk = {*reversed(names), *map(str, range(1000))} - {*map(str, range(1000))}
-    assert grown == shrunk
-    one, other = (DelaySettings(landing=wanted) for wanted in (grown, shrunk))  # type: ignore[arg-type]
-    assert repr(one) == repr(other)
-
-
-def test_settings_survive_pickling() -> None:
-    wanted = DelaySettings(levels=12, landing=("news",), management_url="http://rabbit")
-    assert pickle.loads(pickle.dumps(wanted)) == wanted
+    for one, other in ((names, tuple(names)), (grown, shrunk)):
+        as_one, as_other = (DelaySettings(landing=each) for each in (one, other))  # type: ignore[arg-type]
+        assert as_one == as_other == pickle.loads(pickle.dumps(as_one))
+        assert hash(as_one) == hash(as_other)
+        assert repr(as_one) == repr(as_other)
+        assert eval(repr(as_one), {"DelaySettings": DelaySettings}) == as_one
 
 
 @pytest.mark.parametrize("name", setting_names())

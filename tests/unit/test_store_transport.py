@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from threading import Thread
 from time import monotonic
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -58,40 +59,9 @@ def test_on_a_closed_channel_a_delayed_publish_raises_an_error_that_a_retry_mend
             channel.basic_publish(message, "", "empty")
 
 
-def test_a_file_that_a_producer_still_writes_is_not_consumed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """kombu's own consumer takes such a file, fails and loses it."""
-    folders = [tmp_path / name for name in ("messages", "control")]
-    for folder in folders:
-        folder.mkdir()
-    options = {
-        "native_delay": True,
-        "data_folder_in": str(folders[0]),
-        "data_folder_out": str(folders[0]),
-        "control_folder": str(folders[1]),
-    }
-    seen: list[str] = []
-
-    def write(path: Path, data: bytes) -> int:
-        seen.append(path.name)
-        with path.open("wb") as file:
-            return file.write(data)
-
-    monkeypatch.setattr(Path, "write_bytes", write)
-    ours = transport_of("filesystem")
-    with Connection("filesystem://", transport=ours, transport_options=options) as connection:
-        name = f"orders-{uuid4()}"  # kombu remembers bindings
-        queue = connection.SimpleQueue(name)
-        queue.put("whole")
-        assert [name in each for each in seen] == [False]
-        message = queue.get(block=False)
-        assert message.payload == "whole"
-        message.ack()
-
-
-def test_a_file_that_a_producer_without_this_package_still_writes_waits(tmp_path: Path) -> None:
-    """kombu's own consumer would end with JSONDecodeError, and lose the message."""
+@pytest.fixture
+def queue(tmp_path: Path) -> Iterator[Any]:
+    """A queue in a folder, of kombu's broker "filesystem"."""
     options = {
         "native_delay": True,
         "data_folder_in": str(tmp_path),
@@ -100,15 +70,40 @@ def test_a_file_that_a_producer_without_this_package_still_writes_waits(tmp_path
     }
     ours = transport_of("filesystem")
     with Connection("filesystem://", transport=ours, transport_options=options) as connection:
-        queue = connection.SimpleQueue(f"orders-{uuid4()}")
-        queue.put("whole")
-        (path,) = tmp_path.glob("*.msg")
-        whole = path.read_bytes()
-        for part in (b"", whole[:20]):
-            path.write_bytes(part)
-            with pytest.raises(queue.Empty):
-                queue.get(block=False)
-        path.write_bytes(whole)
-        message = queue.get(block=False)
-        assert message.payload == "whole"
-        message.ack()
+        yield connection.SimpleQueue(f"orders-{uuid4()}")  # kombu remembers bindings
+
+
+def test_a_file_that_a_producer_still_writes_is_not_consumed(
+    queue: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """kombu's own consumer takes such a file, fails and loses it."""
+    seen: list[str] = []
+
+    def write(path: Path, data: bytes) -> int:
+        seen.append(path.name)
+        with path.open("wb") as file:
+            return file.write(data)
+
+    monkeypatch.setattr(Path, "write_bytes", write)
+    queue.put("whole")
+    assert [queue.queue.name in each for each in seen] == [False]
+    message = queue.get(block=False)
+    assert message.payload == "whole"
+    message.ack()
+
+
+def test_a_file_that_a_producer_without_this_package_still_writes_waits(
+    queue: Any, tmp_path: Path
+) -> None:
+    """kombu's own consumer would end with JSONDecodeError, and lose the message."""
+    queue.put("whole")
+    (path,) = tmp_path.glob("*.msg")
+    whole = path.read_bytes()
+    for part in (b"", whole[:20]):
+        path.write_bytes(part)
+        with pytest.raises(queue.Empty):
+            queue.get(block=False)
+    path.write_bytes(whole)
+    message = queue.get(block=False)
+    assert message.payload == "whole"
+    message.ack()

@@ -14,16 +14,13 @@ from weakref import ReferenceType
 import pytest
 from celery import Celery, signals
 from celery.contrib.testing.worker import start_worker
-from celery.exceptions import Ignore, Reject, Retry
 
 from celery_native_delay import install
 from celery_native_delay.durations import DAY_US
 from celery_native_delay.message import Delayed
-from celery_native_delay.worker import bootsteps, telemetry
+from celery_native_delay.worker import telemetry
 from celery_native_delay.worker.telemetry import (
     DailyFiles,
-    outcome_of,
-    retry_due_us,
     waited,
 )
 from tests.waiting import wait_until
@@ -65,17 +62,6 @@ def app_with_task(name: str, **settings: Any) -> Celery:
 def running(app: Celery) -> Any:
     """A worker in this process; tests/conftest.py keeps Celery from configuring its logging."""
     return start_worker(app, pool="solo", perform_ping_check=False)
-
-
-def test_signals_are_connected_only_if_telemetry_is_on(tmp_path: Path) -> None:
-    before = receivers()
-    for settings, more in (({}, 0), ({"telemetry": str(tmp_path)}, 1)):
-        step = bootsteps.NativeDelay(
-            SimpleNamespace(app=app_with_task("shop", **settings), hostname="w")
-        )
-        assert receivers() == [count + more for count in before]
-        step.shutdown(None)
-        assert receivers() == before
 
 
 def test_only_tasks_that_a_broker_delivered_to_this_app_are_written(tmp_path: Path) -> None:
@@ -132,52 +118,27 @@ def test_a_new_day_is_a_new_file(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("state", "raised", "outcome", "again_us"),
-    [
-        ("SUCCESS", Retry(when=3), "success", None),
-        ("FAILURE", ValueError(), "failure", None),
-        ("RETRY", Retry(when=2.5), "retry", 3_500_000),
-        ("IGNORED", Ignore(), "ignored", None),
-        ("REJECTED", Reject(requeue=True), "requeued", 1_000_000),
-        ("REJECTED", Reject(), "rejected", None),
-        (None, None, "lost", None),
-    ],
-)
-def test_the_outcome_of_an_attempt(
-    state: str | None, raised: Any, outcome: str, again_us: int | None
-) -> None:
-    assert outcome_of(state, raised) == outcome
-    assert retry_due_us(outcome, raised, 1_000_000) == again_us
+ETA = "1970-01-01T00:00:01+00:00"
+WAITED = Delayed("d", 1_000_000, "", "celery")
 
 
 @pytest.mark.parametrize(
-    ("eta", "trace", "expected"),
+    ("eta", "attributes", "expected"),
     [
-        ("1970-01-01T00:00:01+00:00", Delayed("d", 1_000_000, "", "celery"), True),
-        ("1970-01-01T00:00:01+00:00", None, False),
+        (ETA, {"native_delay": WAITED}, True),
+        (None, {"native_delay": WAITED, "kept_eta": ETA}, True),  # it is hidden from Celery
+        (ETA, {"native_delay": None}, False),
         # The worker held the task, so it was sent in time by any producer.
-        ("1970-01-01T00:01:00+00:00", None, None),
+        ("1970-01-01T00:01:00+00:00", {"native_delay": None}, None),
         # The store did not answer, so the task was put back.
-        ("1970-01-01T00:00:01+00:00", Delayed("d", 1_500_000, "", "celery"), None),
-        (None, None, None),
-        ("tomorrow", None, None),
+        (ETA, {"native_delay": WAITED._replace(due_us=1_500_000)}, None),
+        (None, {"native_delay": None}, None),
+        ("tomorrow", {"native_delay": None}, None),
+        (ETA, {}, None),  # another transport
     ],
 )
 def test_whether_a_message_waited_for_its_due_time(
-    eta: str | None, trace: Delayed | None, expected: bool | None
+    eta: str | None, attributes: dict[str, Any], expected: bool | None
 ) -> None:
-    message = SimpleNamespace(headers={"task": "note", "eta": eta}, native_delay=trace)
+    message = SimpleNamespace(headers={"task": "note", "eta": eta}, **attributes)
     assert waited(message, now_ms=2000) is expected
-
-
-def test_the_eta_that_is_hidden_from_celery_still_counts() -> None:
-    eta = "1970-01-01T00:00:01+00:00"
-    trace = Delayed("d", 1_000_000, "", "celery")
-    message = SimpleNamespace(headers={"task": "note"}, native_delay=trace, kept_eta=eta)
-    assert waited(message, now_ms=2000) is True
-
-
-def test_without_our_messages_it_is_unknown_if_a_task_waited() -> None:
-    message = SimpleNamespace(headers={"task": "note", "eta": "1970-01-01T00:00:01+00:00"})
-    assert waited(message, now_ms=2000) is None

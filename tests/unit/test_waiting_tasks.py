@@ -41,33 +41,24 @@ def task(**changes: Any) -> Waiting:
     [
         ("", True),
         ("ada", True),
-        ("bob", False),
-        ("shop.remind ada", True),
         ("shop.remind bob", False),
-        ("name:remind", True),
         ("name:ada", False),
         ("args:ada@example.com", True),
         ("kwargs:order=7", True),
-        ("kwargs:order=8", False),
         ('kwargs:text="soon over"', True),
         ('"soon over"', True),
         ("soon under", False),
         ("queue:reminders uuid:order-7 root:root-1", True),
-        ("queue:emails", False),
         ("key:user:7", True),
         ("key:USER", True),
-        ("user:7", True),
-        ("key:ada", False),
         ("key:user:71", False),
         ("a:b", False),
         ('"(bob"', False),
-        ("SHOP.Remind ADA", True),
         ("NAME:REMIND", True),
         ("kwargs:order=", False),
         ('kwargs:text="Soon Over"', True),
         ("kwargs:text=soon", False),
         ("kwargs:soon", True),
-        ("kwargs:ORDER=7", True),
         (r"args:\"", False),
     ],
 )
@@ -81,12 +72,7 @@ def test_arguments_that_are_no_literal_match_no_pair(kwargs: str) -> None:
     assert not Query.parse("kwargs:a=1").matches(task(kwargs=kwargs))
 
 
-@pytest.mark.parametrize(
-    "search",
-    [
-        *('"open', "name:", 'word "', '""', "-word"),
-    ],
-)
+@pytest.mark.parametrize("search", ['"open', "name:", 'word "', '""', "-word"])
 def test_an_invalid_search_is_refused(search: str) -> None:
     with pytest.raises(InvalidQuery, match="expected"):
         Query.parse(search)

@@ -50,10 +50,9 @@ def after_the_levels(properties: dict[str, Any]) -> dict[str, Any]:
     return properties | {"application_headers": headers}
 
 
-@pytest.mark.parametrize("value", [1_795_176_000_000, datetime(2027, 1, 1, tzinfo=UTC), "soon"])
-def test_a_delivery_time_for_rabbitmq_44_is_kept_aside_while_the_message_waits(value: Any) -> None:
+def test_a_delivery_time_for_rabbitmq_44_is_kept_aside_while_the_message_waits() -> None:
     """A delay queue of RabbitMQ 4.4 would hold the message until then, and not until its ETA."""
-    headers = {"eta": ETA, "x-opt-delivery-time": value}
+    headers = {"eta": ETA, "x-opt-delivery-time": datetime(2027, 1, 1, tzinfo=UTC)}
     waits = wrapped({"application_headers": headers})
     assert "x-opt-delivery-time" not in waits["application_headers"]
     found, _, _ = opened(after_the_levels(waits))
@@ -126,9 +125,14 @@ def all_properties(draw: st.DrawFn) -> dict[str, Any]:
 def test_wrapping_and_unwrapping_restores_a_message(
     properties: dict[str, Any], exchange: str, routing_key: str, limit_priority: bool
 ) -> None:
+    """No dict of the caller is changed: kombu's retry and a task's retry pass the same again."""
+    before = copy.deepcopy(properties)
     went_in = wrapped(
         properties, exchange=exchange, routing_key=routing_key, limit_priority=limit_priority
     )
+    assert properties == before
+    waited = after_the_levels(went_in)
+    before = copy.deepcopy(waited)
     info = {
         "exchange": DELIVERY,
         "routing_key": "0.1.%jobs.a.b",
@@ -136,40 +140,12 @@ def test_wrapping_and_unwrapping_restores_a_message(
         "consumer_tag": "c",
         "redelivered": False,
     }
-    came_out, came_by, delayed = opened(after_the_levels(went_in), info)
+    came_out, came_by, delayed = opened(waited, info)
+    assert waited == before
     assert came_out == properties
     assert came_by == info | {"exchange": exchange, "routing_key": routing_key}
     assert (delayed.exchange, delayed.routing_key) == (exchange, routing_key)
     assert (delayed.delivery_id, delayed.due_us) == ("id-1", DUE_US)
-
-
-@patient
-@given(properties=all_properties())
-def test_the_callers_dicts_are_never_changed(properties: dict[str, Any]) -> None:
-    """kombu's retry and Celery's `headers=self.request.headers` pass the same dicts again."""
-    before = copy.deepcopy(properties)
-    went_in = wrapped(properties, limit_priority=True)
-    assert properties == before
-
-    waited = after_the_levels(went_in)
-    before = copy.deepcopy(waited)
-    opened(waited)
-    assert waited == before
-
-
-@patient
-@given(properties=all_properties())
-def test_a_message_can_wait_again_and_again(properties: dict[str, Any]) -> None:
-    for _ in range(3):
-        properties_now, _, _ = opened(after_the_levels(wrapped(properties)))
-        assert properties_now == properties
-        properties = properties_now
-
-
-def test_a_message_from_a_landing_or_parking_queue_keeps_its_delivery_info() -> None:
-    """Such a message arrives from the user's exchange."""
-    info = {"exchange": "news", "routing_key": "sport"}
-    assert opened(after_the_levels(wrapped({})), info)[1] == info
 
 
 @pytest.mark.parametrize(
@@ -200,21 +176,8 @@ def death(queue: str, reason: str = "expired", count: int = 1) -> dict[str, Any]
     return {"queue": queue, "reason": reason, "exchange": "", "count": count}
 
 
-def test_death_headers_of_our_queues_are_neither_sent_nor_seen() -> None:
+def test_death_headers_of_our_queues_are_neither_sent_nor_seen_and_others_are_kept() -> None:
     """RabbitMQ 3.10 drops a message published with x-death of the same queue, as a cycle."""
-    headers = {
-        "x-death": [death(LEVEL), death("celery_delay.v1.parked")],
-        "x-first-death-queue": LEVEL,
-        "x-first-death-exchange": LEVEL,
-        "x-first-death-reason": "expired",
-    }
-    went_in = wrapped({"application_headers": headers})
-    assert set(went_in["application_headers"]) == {HEADER}
-    came_out, _, _ = opened(after_the_levels(went_in))
-    assert came_out["application_headers"] == {}
-
-
-def test_death_headers_of_other_queues_are_kept() -> None:
     headers = {
         "x-death": [death(LEVEL), death("jobs", "rejected", 4)],
         "x-first-death-queue": "jobs",
@@ -222,7 +185,9 @@ def test_death_headers_of_other_queues_are_kept() -> None:
         "x-last-death-queue": LEVEL,
         "x-last-death-reason": "expired",
     }
-    came_out, _, _ = opened(after_the_levels(wrapped({"application_headers": headers})))
+    went_in = wrapped({"application_headers": headers})
+    assert LEVEL not in str(went_in["application_headers"])
+    came_out, _, _ = opened(after_the_levels(went_in))
     assert came_out["application_headers"] == {
         "x-death": [death("jobs", "rejected", 4)],
         "x-first-death-queue": "jobs",
@@ -309,15 +274,7 @@ def test_an_expiration_is_kept_in_our_header() -> None:
 
 @pytest.mark.parametrize(
     ("priority", "limited", "travels_with"),
-    [
-        (None, True, None),
-        (0, True, 0),
-        (4, True, 4),
-        (5, True, 4),
-        (255, True, 4),
-        (5, False, 5),
-        (255, False, 255),
-    ],
+    [(None, True, None), (4, True, 4), (5, True, 4), (255, False, 255)],
 )
 def test_a_priority_is_limited_only_while_the_message_waits(
     priority: int | None, limited: bool, travels_with: int | None
@@ -332,11 +289,6 @@ def test_the_due_time_in_our_header_is_rounded_up() -> None:
     assert opened(wrapped({}, due_us=DUE_US + 1))[2].due_us == DUE_US + 1000
 
 
-def test_the_destination_queue_is_kept_in_our_header() -> None:
-    assert wrapped({}, queue="jobs.7")["application_headers"][HEADER]["queue"] == "jobs.7"
-    assert "queue" not in wrapped({})["application_headers"][HEADER]
-
-
 # ---- due_of --------------------------------------------------------------------------------
 
 
@@ -344,18 +296,14 @@ def test_the_destination_queue_is_kept_in_our_header() -> None:
     ("headers", "due"),
     [
         (None, None),
-        ({}, None),
         ({"task": "t"}, None),
-        ({"task": "t", "eta": None}, None),
         ({"task": "t", "eta": ""}, None),
         ({"task": "t", "eta": "2026-11-20T12:00:00+00:00"}, NOW_US),
         ({"eta": "2026-11-20T12:00:00"}, NOW_US),
         ({"eta": datetime(2026, 11, 20, 12, tzinfo=UTC)}, NOW_US),
         # Not a Celery task, so its header "eta" is no due time.
         ({"eta": "soon"}, None),
-        ({"eta": 5}, None),
         ({"eta": [1]}, None),
-        ({"eta": b"2026"}, None),
     ],
 )
 def test_due_of_reads_the_due_time_of_a_task(
@@ -364,12 +312,7 @@ def test_due_of_reads_the_due_time_of_a_task(
     assert due_of(headers) == due
 
 
-def test_a_task_with_an_invalid_eta_is_refused() -> None:
-    with pytest.raises(InvalidDueTime, match="got 'soon'"):
-        due_of({"task": "t", "eta": "soon"})
-
-
-@pytest.mark.parametrize("eta", [5, 5.5, b"2026-11-20", [1]])
-def test_a_task_with_an_eta_of_another_type_is_refused(eta: Any) -> None:
-    with pytest.raises(InvalidDueTime):
+@pytest.mark.parametrize("eta", ["soon", 5.5, [1]])
+def test_a_task_with_an_invalid_eta_is_refused(eta: Any) -> None:
+    with pytest.raises(InvalidDueTime, match="got "):
         due_of({"task": "t", "eta": eta})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from time import sleep
@@ -10,15 +10,15 @@ from typing import Any
 
 from amqp.exceptions import NotFound, ResourceLocked
 
-from ...errors import ManagementUnavailable, NativeDelayError, NotDeclared
+from ...errors import ManagementUnavailable, NativeDelayError, NotDeclared, NotPermitted
 from ...finding import Finding
 from ...settings import DelaySettings
 from ..interface import AdminPart, Backlog, ParkedTask, Rescue, Told
-from .blueprint import note_queues
 from .declaring import permissions_explained
 from .delays import RabbitDelays
 from .inspection import COUNTED_ANEW_SECONDS, examine, verify
 from .management import ManagementAPI, management_of
+from .mirror import note_queues
 from .parking import count, peek, rescue
 from .status import levels, status
 
@@ -60,14 +60,19 @@ class RabbitMQAdminPart(AdminPart):
         sentence = f"{self.name} and {prepared.mirrored} binding(s) in {milliseconds:.0f} ms"
         return Told({"name": self.name} | asdict(prepared), [f"declared {sentence}"])
 
-    def verify(self) -> list[Finding]:
-        with permissions_explained(self._topology):
-            return verify(self._delays, self._api(), self._queues)
-
-    def examine(self) -> list[Finding]:
-        with permissions_explained(self._topology):
-            found = status(self._delays, self._api(), self._queues)
-            return [*found.findings(), *examine(self._delays, self._api(), found)]
+    def examine(self) -> Iterator[Finding]:
+        api, missing = self._api(), False
+        try:
+            with permissions_explained(self._topology):
+                for finding in verify(self._delays, api, self._queues):
+                    missing |= finding.check == "permissions"
+                    yield finding
+                found = status(self._delays, api, self._queues)
+                yield from found.findings()
+                yield from examine(self._delays, api, found)
+        except NotPermitted:
+            if not missing:  # a finding has named the right
+                raise
 
     def status(self) -> Told:
         with permissions_explained(self._topology):

@@ -182,7 +182,7 @@ def not_declared(missing: str) -> NotDeclared:
     return NotDeclared(
         f"{missing}, and native_delay_declare is off: run `celery -A PROJ delay declare` as a "
         f"user who may declare, or set native_delay_declare = True. "
-        f"`celery -A PROJ delay verify` lists all that is missing"
+        f"`celery -A PROJ delay doctor` lists all that is missing"
     )
 
 
@@ -204,7 +204,7 @@ def refusals_explained(topology: Topology) -> Iterator[None]:
     except PreconditionFailed as exc:
         raise TopologyMismatch(
             f"{exc.reply_text}. Delete it, or choose another native_delay_namespace: "
-            f"`celery -A PROJ delay verify` lists every difference"
+            f"`celery -A PROJ delay doctor` lists every difference"
         ) from exc
 
 

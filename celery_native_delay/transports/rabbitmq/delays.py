@@ -289,5 +289,5 @@ class RabbitDelays:
         if channel.take_returned():
             raise TopologyMismatch(
                 f"no queue is bound to {returned[0].exchange}, although it was declared: see "
-                f"`celery -A PROJ delay verify`"
+                f"`celery -A PROJ delay doctor`"
             )

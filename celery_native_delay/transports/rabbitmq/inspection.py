@@ -1,4 +1,4 @@
-"""Find problems on RabbitMQ for the commands ``delay verify`` and ``delay doctor``."""
+"""Find problems on RabbitMQ for the command ``delay doctor``."""
 
 from __future__ import annotations
 
@@ -9,17 +9,10 @@ from typing import Any
 from amqp.exceptions import AccessRefused, NotFound
 
 from ...errors import ManagementUnavailable
-from ...finding import (
-    ADVICE,
-    UNCHECKED,
-    WRONG,
-    Finding,
-)
-from .blueprint import blueprint
-from .declaring import broker_version
+from ...finding import UNCHECKED, WRONG, Finding
 from .delays import RabbitDelays
-from .elsewhere import celerys_levels
-from .management import ManagementAPI, overriding_policies, refusing_findings
+from .management import ManagementAPI, overriding_policies, refusing_queues
+from .mirror import blueprint
 from .status import RabbitStatus, status
 from .topology import Binding, Declaration, Exchange, Queue, Topology
 
@@ -48,15 +41,10 @@ def verify(delays: RabbitDelays, api: ManagementAPI, queues: Sequence[Any] = ())
     plan = list(topology.plan()) if topology.settings.declare else blueprint(topology, queues)
     try:
         found = [*_compare(topology, plan, api), *overriding_policies(api, topology)]
-        found = _by_rights(delays, found) + refusing_findings(api, topology)
-        found += _celerys_levels(api)
-        queues = api.named("queues", f"{topology.space}.")
-        replicated = any(len(queue.get("members") or ()) > 1 for queue in queues)
-        return found + known_faults(broker_version(delays.connection), replicated=replicated)
+        return _by_rights(delays, found) + refusing_queues(api, topology)
     except ManagementUnavailable as exc:
         unchecked = Finding.of_sentence("delay levels", UNCHECKED, f"levels and policies: {exc}")
-        found = [unchecked, *_by_rights(delays, list(_missing(delays, plan)))]
-        return found + known_faults(broker_version(delays.connection), replicated=None)
+        return [unchecked, *_by_rights(delays, list(_missing(delays, plan)))]
 
 
 def _by_rights(delays: RabbitDelays, found: list[Finding]) -> list[Finding]:
@@ -150,17 +138,6 @@ def _compare(
                     yield _finding(problem, way_out)
 
 
-def _celerys_levels(api: ManagementAPI) -> Iterator[Finding]:
-    """Find delay queues of Celery's own delayed delivery."""
-    for levels in celerys_levels(api.names("queues", containing="celery_delayed_")):
-        problem = f"{levels}*: delay queues of Celery's own delayed delivery"
-        way_out = (
-            "move their messages with `celery -A PROJ delay migrate --from celery`, and delete the "
-            "empty queues in RabbitMQ"
-        )
-        yield Finding("delay levels", ADVICE, problem, way_out)
-
-
 def _missing(delays: RabbitDelays, plan: Sequence[Declaration]) -> Iterator[Finding]:
     """Find missing exchanges and queues over AMQP, without the management API."""
     for declaration in plan:
@@ -205,32 +182,3 @@ def _differing(
 
 def _finding(problem: str, way_out: str) -> Finding:
     return Finding("delay levels", WRONG, problem, way_out)
-
-
-def known_faults(version: tuple[int, ...], *, replicated: bool | None) -> list[Finding]:
-    """Return known bugs of a RabbitMQ version that affect delayed messages.
-
-    *replicated* is True if a queue has several replicas, and None if this is unknown.
-    """
-    name = f"RabbitMQ {'.'.join(map(str, version))}"
-    found = []
-    # For quorum queues with several members. https://github.com/rabbitmq/rabbitmq-server/pull/16203
-    if replicated is not False and ((4, 2) <= version < (4, 2, 7) or (4, 3) <= version < (4, 3, 1)):
-        problem = (
-            f"{name}: at-least-once dead lettering may ask the wrong replica (rabbitmq-server "
-            f"#16203), so that delayed messages in a cluster get stuck between two levels"
-        )
-        fixed = "4.3.1" if version >= (4, 3) else "4.2.7"
-        way_out = f"upgrade to {fixed} or newer, where you may choose the release"
-        found.append(Finding("release", WRONG, problem, way_out))
-    if version[:1] == (3,):
-        problem = (
-            f"{name}: messages that were between two levels when a node died or restarted wait for "
-            f"dead_letter_worker_publisher_confirm_timeout, 180 s by default"
-        )
-        way_out = (
-            "where you may write advanced.config, set it to 10000-30000 ms (application rabbit); "
-            "RabbitMQ 4 has the same default, but does not need this"
-        )
-        found.append(Finding("release", ADVICE, problem, way_out))
-    return found

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import re
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from math import inf
+from collections.abc import Mapping
 from typing import Any
 from urllib.error import URLError
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
@@ -38,16 +36,6 @@ OVERRIDING_KEYS = (
     "delayed-retry-max",
 )
 
-#: The field in a queue's description that names its policy, by kind of policy.
-POLICY_KINDS = {"policy": "policy", "operator policy": "operator_policy"}
-
-_WAYS_OUT = {
-    "policy": "narrow its pattern, or give a policy for ^{ours} without these keys a higher "
-    "priority",
-    "operator policy": "ask the broker's administrator to narrow its pattern: your own policies "
-    "cannot override it",
-}
-
 _PAGE = 500
 
 
@@ -69,19 +57,10 @@ class ManagementAPI:
     def names(self, kind: str, *, containing: str) -> list[str]:
         return [item["name"] for item in self._containing(kind, containing)]
 
-    def described(self) -> list[dict[str, Any]]:
-        """Return all queues, with their arguments, policies and numbers of ready messages."""
-        columns = "name,arguments,effective_policy_definition,policy,messages_ready"
-        return self._containing("queues", "", columns=columns)
-
-    def policies(self, kind: str) -> list[dict[str, Any]] | None:
-        """Return all policies of *kind* ("policy" or "operator policy"), or None after an error."""
-        path = kind.replace("policy", "policies").replace(" ", "-")
-        try:
-            found: list[dict[str, Any]] = self._get(f"{path}/{quote(self.vhost, safe='')}")
-        except ManagementUnavailable:
-            return None
-        return found
+    def described(self, text: str = "") -> list[dict[str, Any]]:
+        """Return the queues with *text* in their names, with their arguments and policies."""
+        columns = "name,arguments,effective_policy_definition,policy,operator_policy"
+        return self._containing("queues", text, columns=columns)
 
     def bindings_from(self, exchange: str) -> list[dict[str, Any]]:
         path = f"exchanges/{quote(self.vhost, safe='')}/{quote(exchange, safe='')}/bindings/source"
@@ -137,127 +116,69 @@ def management_of(connection: Any, settings: DelaySettings) -> ManagementAPI:
 
 
 def overriding_policies(api: ManagementAPI, topology: Topology) -> list[Finding]:
-    """Find RabbitMQ policies that override the arguments of this package's queues."""
-    levels = "quorum_queues"
-    queues = {hop.queue: levels for hop in topology.level_queues}
-    queues[topology.parking_queue] = "quorum_queues"
-    touched: dict[tuple[str, str, str], list[str]] = {}
-    # The management API shows the policy of a new queue only after some seconds. So this function
-    # compares the patterns of the policies with the names of the queues.
-    for kind, key in POLICY_KINDS.items():
-        policies = api.policies(kind)
-        described = {} if policies is not None else _described(api, topology, key)
-        for queue, kinds in queues.items():
-            name, definition = described.get(queue) or applied_policy(policies, queue, kinds)
-            if keys := [key for key in OVERRIDING_KEYS if key in definition]:
-                touched.setdefault((kind, name, ", ".join(keys)), []).append(queue)
+    """Find RabbitMQ policies that override the arguments of this package's queues.
+
+    The management API shows the policy of a new queue only after some seconds.
+    """
+    described = {queue["name"]: queue for queue in api.described(topology.space)}
+    touched: dict[tuple[str, str], list[str]] = {}
+    for name in (*(hop.queue for hop in topology.level_queues), topology.parking_queue):
+        queue = described.get(name, {})
+        definition = queue.get("effective_policy_definition") or {}
+        if keys := [key for key in OVERRIDING_KEYS if key in definition]:
+            touched.setdefault((_policies_of(queue), ", ".join(keys)), []).append(name)
     return [
         Finding(
             "policies",
             WRONG,
-            f"{kind} {name!r} sets {keys} on {len(found)} delay queue(s) such as {found[0]}: "
+            f"{policies} sets {keys} on {len(found)} delay queue(s) such as {found[0]}: "
             f"delayed messages may come early or get lost",
-            _WAYS_OUT[kind].format(ours=re.escape(topology.space)),
+            f"narrow its pattern, or give a policy for ^{re.escape(topology.space)} without these "
+            f"keys a higher priority. Only an administrator can change an operator policy",
         )
-        for (kind, name, keys), found in touched.items()
+        for (policies, keys), found in touched.items()
     ]
 
 
-@dataclass(frozen=True)
-class Refusing:
-    """A queue that refuses messages when it is full, and has no landing queue in front of it."""
-
-    queue: str
-    #: The policy or the arguments that let the queue refuse messages.
-    reason: str
-    #: True if the queue was full at the last count.
-    is_full: bool
-    #: The binding keys with which the queue is bound to the delivery exchange.
-    patterns: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return f"queue {self.queue!r} {'refuses' if self.is_full else 'may refuse'} messages"
-
-
-def refusing_queues(api: ManagementAPI, topology: Topology) -> list[Refusing]:
+def refusing_queues(api: ManagementAPI, topology: Topology) -> list[Finding]:
     """Find queues that could hold up the delayed messages of other queues when they are full."""
-    bound: dict[str, list[str]] = {}
     exchanges = api.names("exchanges", containing=topology.delivery_exchange)
-    is_declared = topology.delivery_exchange in exchanges
-    for binding in api.bindings_from(topology.delivery_exchange) if is_declared else ():
-        queue, pattern = binding["destination"], binding["routing_key"]
-        is_own = topology.is_landing(queue) or pattern == topology.own_pattern(queue)
-        if binding["destination_type"] == "queue" and not is_own:
-            bound.setdefault(queue, []).append(pattern)
-    policies = api.policies("policy") if bound else None
-    found = []
-    for queue in api.described() if bound else ():
-        if queue["name"] not in bound:
-            continue
-        arguments = queue.get("arguments") or {}
-        if policies is None:
-            name, policy = queue.get("policy"), queue.get("effective_policy_definition") or {}
-        else:
-            # As above: the management API shows the policy of a new queue only after some seconds.
-            kinds = f"{arguments.get('x-queue-type', 'classic')}_queues"
-            name, policy = applied_policy(policies, queue["name"], kinds)
-        overflow = arguments.get("x-overflow") or policy.get("overflow") or ""
-        if overflow.startswith("reject-publish"):
-            by_policy = f"policy {name!r} sets overflow: {overflow}"
-            by_arguments = f"its arguments set x-overflow: {overflow}"
-            reason = by_arguments if "x-overflow" in arguments else by_policy
-            limits = [arguments.get("x-max-length"), policy.get("max-length")]
-            most = min((each for each in limits if each is not None), default=inf)
-            is_full = queue.get("messages_ready", 0) >= most
-            found.append(Refusing(queue["name"], reason, is_full, tuple(bound[queue["name"]])))
-    return found
-
-
-def refusing_findings(api: ManagementAPI, topology: Topology) -> list[Finding]:
-    """Name the queues that could hold up the delayed messages of other queues."""
+    if topology.delivery_exchange not in exchanges:
+        return []
+    # A queue with a landing queue in front of it is bound with its own pattern.
+    bound = {
+        binding["destination"]
+        for binding in api.bindings_from(topology.delivery_exchange)
+        if binding["routing_key"] != topology.own_pattern(binding["destination"])
+        and not topology.is_landing(binding["destination"])
+    }
     return [
         Finding(
             "full queues",
             WRONG,
-            f"{refusing}, and {refusing.reason}: 32 due messages for it would stop the delayed "
-            f"messages of all queues",
-            f"start an installed worker that may read the management API, or add "
-            f"{refusing.queue!r} to native_delay_landing",
+            f"queue {queue['name']!r} may refuse messages, and {reason}: 32 due messages for it "
+            f"would stop the delayed messages of all queues",
+            f"add {queue['name']!r} to native_delay_landing",
         )
-        for refusing in refusing_queues(api, topology)
+        for queue in (api.described() if bound else ())
+        if queue["name"] in bound and (reason := _refuses_by(queue))
     ]
 
 
-def applied_policy(
-    policies: Sequence[Mapping[str, Any]] | None, queue: str, kinds: str
-) -> tuple[str, Mapping[str, Any]]:
-    """Return the name and definition of the policy of *queue*, or ("", {}) without a policy.
+def _refuses_by(queue: Mapping[str, Any]) -> str | None:
+    """Return the arguments or the policy by which a full queue refuses messages; None if neither.
 
-    *kinds* is the queue's type in ``apply-to``, such as "quorum_queues".
+    The arguments of a queue count more than its policy.
     """
-    matching = [
-        policy
-        for policy in policies or []
-        if policy.get("apply-to", "all") in ("all", "queues", kinds)
-        and _matches(policy["pattern"], queue)
-    ]
-    # https://www.rabbitmq.com/docs/policies
-    best = max(matching, key=lambda policy: policy.get("priority", 0), default=None)
-    return (best["name"], best["definition"]) if best else ("", {})
+    by_arguments = (queue.get("arguments") or {}).get("x-overflow")
+    by_policy = (queue.get("effective_policy_definition") or {}).get("overflow")
+    if not str(by_arguments or by_policy).startswith("reject-publish"):
+        return None
+    if by_arguments:
+        return f"its arguments set x-overflow: {by_arguments}"
+    return f"{_policies_of(queue)} sets overflow: {by_policy}"
 
 
-def _matches(pattern: str, name: str) -> bool:
-    try:
-        return re.search(pattern, name) is not None
-    except re.error:  # a pattern of PCRE that Python does not know
-        return False
-
-
-def _described(
-    api: ManagementAPI, topology: Topology, key: str
-) -> dict[str, tuple[str, Mapping[str, Any]]]:
-    return {
-        queue["name"]: (queue[key], queue.get("effective_policy_definition") or {})
-        for queue in api.named("queues", f"{topology.space}.")
-        if queue.get(key)
-    }
+def _policies_of(queue: Mapping[str, Any]) -> str:
+    kinds = {"policy": queue.get("policy"), "operator policy": queue.get("operator_policy")}
+    return " with ".join(f"{kind} {name!r}" for kind, name in kinds.items() if name)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 from .address import landing_address, topic_binding_address, topic_matches
@@ -193,7 +194,7 @@ class Mirror:
             yield from marked_landing(self._topology, mirrored.exchange)
             return
         if self.needs_landing(mirrored.queue):
-            yield from diverted(self._topology, mirrored.queue, [binding.routing_key])
+            yield from diverted(self._topology, mirrored.queue, binding.routing_key)
         else:
             yield binding
 
@@ -273,22 +274,71 @@ def landing_declarations(topology: Topology, exchange: str) -> Iterator[Declarat
     yield Binding(topology.delivery_exchange, landing.name, pattern)
 
 
-def diverted(topology: Topology, queue: str, patterns: Iterable[str]) -> Iterator[Change]:
+def diverted(topology: Topology, queue: str, pattern: str) -> Iterator[Change]:
     """Yield the changes that let due messages reach *queue* through a landing queue of its own.
 
-    *patterns* are the binding keys with which *queue* is bound to the delivery exchange.
+    *pattern* is the binding key with which *queue* is bound to the delivery exchange.
     """
     landing, source = topology.queue_landing(queue), topology.delivery_exchange
     yield landing
     yield Exchange(topology.diverted_marker, "fanout")
     yield Binding(source, queue, topology.own_pattern(queue))
-    for pattern in patterns:
-        # In this order no message comes twice. A message between the two changes parks.
-        yield Unbinding(source, queue, pattern)
-        yield Binding(source, landing.name, pattern)
+    # In this order no message comes twice. A message between the two changes parks.
+    yield Unbinding(source, queue, pattern)
+    yield Binding(source, landing.name, pattern)
 
 
 def marked_landing(topology: Topology, exchange: str) -> Iterator[Declaration]:
     """Yield the landing queue of *exchange*, and the marker exchange by which producers find it."""
     yield from landing_declarations(topology, exchange)
     yield Exchange(topology.landing_marker(exchange), "fanout")
+
+
+# ---- the plan of an app's queues ---------------------------------------------------------------
+
+
+def blueprint(topology: Topology, queues: Sequence[Any]) -> list[Declaration]:
+    """Compute this package's declarations for an app with these queues, which are kombu's."""
+    mirror = Mirror(topology)
+    note_queues(mirror, topology, queues)
+    bindings, landings = mirror.take_pending()
+    # A producer that may not ask for an exchange's type looks for its marker exchange.
+    markers = mirror.marker_declarations(bindings, landings, consuming=True)
+    changes = chain(topology.plan(), *markers, *map(mirror.declarations, bindings))
+    found = [change for change in changes if not isinstance(change, Unbinding)]
+    return [item for place, item in enumerate(found) if item not in found[:place]]
+
+
+def note_queues(mirror: Mirror, topology: Topology, queues: Sequence[Any]) -> None:
+    """Let *mirror* remember an app's durable queues, and exchanges that need a landing queue."""
+    exchanges: set[str] = set()
+    for queue in queues:
+        lasts = _lasts(queue) and not queue.exclusive
+        if lasts:
+            mirror.queue_declared(queue.name, queue.queue_arguments, for_replies=False)
+        for exchange, routing_key in _bindings(queue):
+            if exchange.name not in BUILTIN_TYPES:
+                if not _lasts(exchange):
+                    continue
+                kind = exchange.type or "direct"
+                mirror.exchange_declared(exchange.name, kind, exchange.arguments)
+            exchanges.add(exchange.name)
+            if lasts:
+                mirror.queue_bound(queue.name, exchange.name, routing_key)
+    unlike = (*MIRRORED_TYPES, *HASHING_TYPES)
+    landing = {name for name in exchanges if mirror.types[name] not in unlike}
+    # A listed name is an exchange's, unless the app only has a queue of this name.
+    ours = {queue.name for queue in queues} - exchanges
+    landing |= {name for name in topology.settings.landing if "*" not in name} - ours
+    for name in sorted(landing):
+        mirror.note_landing(name)
+
+
+def _lasts(entity: Any) -> bool:
+    return entity.durable and not entity.auto_delete and not is_internal(entity.name)
+
+
+def _bindings(queue: Any) -> Iterator[tuple[Any, str]]:
+    for each in (queue, *queue.bindings):
+        if each.exchange is not None and each.exchange.name:
+            yield each.exchange, each.routing_key or ""

@@ -6,52 +6,41 @@ delivery count of all prefetched messages, and RabbitMQ 4 drops messages with a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
-from time import monotonic, time_ns
+from time import monotonic
 from typing import Any
 
 import amqp
 from amqp.exceptions import AMQPError, MessageNacked
 
-from ...errors import CannotDelay, ManagementUnavailable, UnsupportedBroker
+from ...errors import CannotDelay, UnsupportedBroker
 from ...records.cancelled import was_cancelled
 from ...records.publishing import RecordedPublish
 from ...settings import DelaySettings
 from ...store.entry import StoreEntry
-from ..moving import Found, Moving, MovingPart, Reach, Source
+from ..moving import Found, Moving, MovingPart, Source, Stays
 from .channels import CONFIRM_SECONDS, OwnChannel, Publication, received
 from .declaring import permissions_explained
 from .delays import RabbitDelays
 from .delivering import Deliverer, text_of
-from .elsewhere import (
-    celerys_levels,
-    celerys_queues,
-    deliveries_of,
-    read_celerys,
-    read_ours,
-)
-from .management import ManagementAPI, management_of
 from .topology import Topology
+from .wrapping import unwrap
 
 #: The migration stops at a message that was returned to its quorum queue more often than this.
 #: RabbitMQ 4 drops a message at its 21st return.
 _MOST_DELIVERIES = 12
 
-#: A function that reads a message: its body, properties and delivery info, and *now_us*.
-Read = Callable[..., Found]
 
+class LevelsSource(Source):
+    """Reads the waiting messages of all delay queues, one queue after another."""
 
-class QueueSource(Source):
-    """Reads the waiting messages of several queues, one queue after another."""
-
-    def __init__(self, delays: RabbitDelays, name: str, queues: Sequence[str], read: Read) -> None:
-        self.name = name
+    def __init__(self, delays: RabbitDelays, topology: Topology) -> None:
+        self.name = topology.name
         self._delays = delays
-        self._queues = queues
-        self._read = read
+        # The longest TTL comes first: a message that moves to a shorter one is found later.
+        self._queues = [hop.queue for hop in reversed(topology.level_queues)]
         self._channel: amqp.Channel | None = None
         self._tag: int | None = None
 
@@ -75,9 +64,7 @@ class QueueSource(Source):
                         f"and RabbitMQ 4 drops it at the 21st return: find out which consumer "
                         f"returns it"
                     )
-                message = received(message)
-                own = message.body, message.properties, message.delivery_info
-                yield self._read(*own, now_us=time_ns() // 1000)
+                yield read(received(message))
             self.close()
 
     def done(self) -> bool:
@@ -97,10 +84,19 @@ class QueueSource(Source):
             return self._delays.declarer.depth(queue) or 0
 
 
-def _levels_source(delays: RabbitDelays, topology: Topology) -> QueueSource:
-    # The longest TTL comes first: a message that moves to a shorter one is found later.
-    queues = [hop.queue for hop in reversed(topology.level_queues)]
-    return QueueSource(delays, topology.name, queues, read_ours)
+def read(message: amqp.Message) -> Found:
+    """Convert a message from a delay queue to Moving, or to Stays with the reason."""
+    info = message.delivery_info
+    properties, _, delayed = unwrap(message.properties, info) or (message.properties, info, None)
+    if delayed is None:
+        return Stays("it has no header of this package")
+    return Moving(message.body, properties, delayed, again=bool(info.get("redelivered")))
+
+
+def deliveries_of(properties: Mapping[str, Any]) -> int:
+    """Return the delivery count that a quorum queue wrote into the message's headers."""
+    headers = properties.get("application_headers") or {}
+    return max(int(headers.get(name, 0)) for name in ("x-delivery-count", "x-acquired-count"))
 
 
 class RabbitMQMovingPart(MovingPart):
@@ -176,36 +172,19 @@ class RabbitMQMovingPart(MovingPart):
     # --- sources -------------------------------------------------------------------------
 
     def own_sources(self) -> list[Source]:
-        return [_levels_source(self._delays, self._topology)]
+        return [LevelsSource(self._delays, self._topology)]
 
-    def sources(self, what: str | None, reaches: Sequence[Reach]) -> list[Source]:
+    def sources(self, what: str | None) -> list[Source]:
         kind, _, name = (what or "").partition(":")
         match kind:
             case "":
-                return [*self._celerys("", reaches), *self.own_sources()]
-            case "celery":
-                return self._celerys(name, reaches)
+                return self.own_sources()
             case "namespace" if name not in ("", self._settings.namespace):
                 there = replace(self._settings, namespace=name)
-                return [_levels_source(self._delays, Topology(there))]
+                return [LevelsSource(self._delays, Topology(there))]
             case "broker" if self._channel.store is not None:
                 return self.own_sources()
         raise UnsupportedBroker(
-            f"expected celery, celery:PREFIX, namespace:NAME (another native_delay_namespace), "
-            f"broker (with native_delay_store) or the URL of another broker or store, got {what!r}"
+            f"expected namespace:NAME (another native_delay_namespace), broker (with "
+            f"native_delay_store) or the URL of another broker or store, got {what!r}"
         )
-
-    def _celerys(self, prefix: str, reaches: Sequence[Reach]) -> list[Source]:
-        found = [f"{prefix}_celery_delayed_" if prefix else "celery_delayed_"]
-        if not prefix:
-            with suppress(ManagementUnavailable):
-                found = celerys_levels(self._api.names("queues", containing="celery_delayed_"))
-        read = partial(read_celerys, reaches=reaches)
-        return [
-            QueueSource(self._delays, f"{levels}*", celerys_queues(levels), read)
-            for levels in found
-        ]
-
-    @property
-    def _api(self) -> ManagementAPI:
-        return management_of(self._delays.connection.client, self._settings)

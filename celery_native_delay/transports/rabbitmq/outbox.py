@@ -173,7 +173,7 @@ class RabbitOutbox(outbox.Outbox[Message, OutboxBatch[Message]]):
             reason = NACKED
         returned = channel.take_returned()
         if returned:
-            reason = f"no queue is bound to {put.exchange}: see `celery -A PROJ delay verify`"
+            reason = f"no queue is bound to {put.exchange}: see `celery -A PROJ delay doctor`"
         if reason:
             self._refuse(reason, [put], returned=bool(returned))
         self._count()

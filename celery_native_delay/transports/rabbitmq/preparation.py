@@ -156,26 +156,6 @@ class Preparation:
         self._routes.forget()
         self.prepare(redeclare=True)
 
-    def empty_landing_queue(self, queue: str) -> str | None:
-        """Return the landing queue that dead-letters to *queue*; None if it is missing or full."""
-        if self._declares and not self._mirror.ignores(queue):
-            landing = self._topology.queue_landing_queue(queue)
-            # Quorum queues have no if-empty. Messages leave a landing queue at once.
-            with suppress(ChannelError):
-                if self._declarer.depth(landing) == 0:
-                    return landing
-        return None
-
-    def queue_deleted(self, queue: str, landing: str | None) -> None:
-        """After *queue* was deleted, delete its *landing* queue.
-
-        Nothing is read here: an answer would come after the news that the queue's consumers of
-        this connection were cancelled, and that news must reach them where they wait.
-        """
-        if landing is not None:
-            self._declarer.channel.queue_delete(landing, nowait=True)
-        self._mirror.queue_deleted(queue)
-
     def exchange_deleted(self, exchange: str) -> None:
         """Remove this package's copies of the deleted exchange's bindings."""
         self._unbind(self._mirror.exchange_deleted(exchange))

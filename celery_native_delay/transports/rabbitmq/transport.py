@@ -27,6 +27,7 @@ from ..moving import MovingPart
 from ..stored_bulk import StoredMessage, template_class
 from ..storing import PUBLISH_SECONDS, StoringChannel
 from .channels import Publication
+from .deaths import handle_frames
 from .delays import RabbitDelays
 from .from_store import RowPublisher, entry_of, entry_of_wait
 from .mirror import is_internal
@@ -215,10 +216,9 @@ class Channel(StoringChannel, pyamqp.Channel):  # type: ignore[misc]
         return result
 
     def queue_delete(self, queue: str = "", *args: Any, **kwargs: Any) -> Any:
-        """Delete a queue, and the landing queue that dead-letters due messages to the queue."""
-        landing = self.delays.preparation.empty_landing_queue(queue)
+        """Delete a queue; due messages for it will be parked."""
         result = super().queue_delete(queue, *args, **kwargs)
-        self.delays.preparation.queue_deleted(queue, landing)
+        self.delays.mirror.queue_deleted(queue)
         return result
 
     # --- receiving -----------------------------------------------------------------------
@@ -278,7 +278,7 @@ class Connection(pyamqp.Connection):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         option = kwargs.pop(OPTION)
         kwargs["socket_settings"] = _patient(kwargs.get("socket_settings"))
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, frame_handler=handle_frames, **kwargs)
         try:
             self.delays = RabbitDelays(self, settings_from_option(option))
         except SettingsError as exc:

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import amqp
-from amqp.exceptions import AccessRefused, ChannelError
+from amqp.exceptions import AccessRefused
 
 from ...durations import duration
 from ...errors import NotPermitted
-from ...finding import Finding
 from ...message import Delayed
 from ..interface import Rescue, Wait, WorkerPart
 from .delays import RabbitDelays
-from .management import management_of, overriding_policies, refusing_queues
-from .mirror import diverted
 from .parking import rescue, rescue_in_turn
 
 
@@ -33,31 +30,6 @@ class RabbitMQWorkerPart(WorkerPart):
             f"{prepared.seconds * 1000:.0f} ms; {len(self._delays.mirror.known)} bindings; "
             f"{self.terms}"
         )
-
-    def dangers(self) -> list[Finding]:
-        """Find RabbitMQ policies that override the arguments of this package's queues."""
-        if self._channel.keeps_all_in_store:
-            return []
-        api = management_of(self._delays.connection.client, self.settings)
-        return overriding_policies(api, self._delays.topology)
-
-    def divert(self) -> list[str]:
-        delays, told = self._delays, []
-        if not self.settings.declare:
-            return []
-        api = management_of(delays.connection.client, self.settings)
-        for found in refusing_queues(api, delays.topology):
-            landing = delays.topology.queue_landing_queue(found.queue)
-            try:
-                delays.declarer.apply(diverted(delays.topology, found.queue, found.patterns))
-            except ChannelError as exc:
-                told.append(f"{found} ({found.reason}), and {landing} cannot be used: {exc}")
-            else:
-                told.append(
-                    f"{found} ({found.reason}): its due messages go through {landing} from now on, "
-                    f"and cannot hold up those of other queues"
-                )
-        return told
 
     @property
     def comes_back_late_seconds(self) -> float:  # type: ignore[override]

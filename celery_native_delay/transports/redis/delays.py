@@ -19,7 +19,7 @@ from ...settings import DelaySettings
 from ...store.entry import StoreEntry
 from ...store.interface import Row
 from ..status import Status, warn_if_nothing_promotes
-from ..virtual import delays
+from ..virtual.channel import VirtualDelays
 from ..virtual.from_store import collected
 from ..virtual.from_store import entry_of as entry_of_message
 from ..virtual.wrapping import due_then, encoded, id_of, wrapped
@@ -27,7 +27,7 @@ from .keys import Destination, RedisBrokerKeys, entry_of, member_of, opened_entr
 from .store import RedisBrokerStore
 
 
-class RedisDelays(delays.VirtualDelays):
+class RedisDelays(VirtualDelays):
     """Publishes delayed messages to Redis on one kombu channel."""
 
     def __init__(self, channel: Any, settings: DelaySettings) -> None:
@@ -50,11 +50,6 @@ class RedisDelays(delays.VirtualDelays):
         if self._own is None or self._own.client.connection_pool is not pool:
             self._own = RedisBrokerStore(redis.Redis(connection_pool=pool), self.keys)
         return self._own
-
-    @property
-    def version(self) -> tuple[int, ...]:
-        """Return the Redis version as a tuple, or () if unknown."""
-        return self.prepare().version
 
     def prepare(self) -> Server:
         """Check once per channel that the Redis server can store delayed messages."""

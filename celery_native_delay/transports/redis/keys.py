@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
-from ...records.redis_keys import IndexKeys
+from ...records.redis import IndexKeys
 from ..virtual.wrapping import id_of
 
 #: A new format of the values needs a new version, because old messages wait under the old names.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ...finding import WRONG, Finding
@@ -51,11 +51,11 @@ class RedisWorkerPart(WorkerPart):
 
 def rescue(delays: Any) -> Rescue:
     """Try again to deliver due but undeliverable messages; return the counts."""
-    store, version = delays.own, delays.version
+    store: RedisBrokerStore = delays.own
     outcome = Rescue()
     before_us = store.now_us()
     for _ in range(_ROUND):
-        handed = store.rescue(version=version, before_us=before_us)
+        handed = store.rescue(before_us=before_us)
         outcome.delivered += handed.delivered
         outcome.still_parked += handed.parked
         if handed.taken < BATCH:
@@ -76,17 +76,13 @@ class RedisAdminPart(AdminPart):
         sentence = f"{self.name}: nothing to declare, {server} can hold delayed messages"
         return Told({"name": self.name, "server": server}, [sentence])
 
-    def verify(self) -> list[Finding]:
+    def examine(self) -> Iterator[Finding]:
         self._delays.prepare()
-        return self._delays.dangers()  # type: ignore[no-any-return]
-
-    def examine(self) -> list[Finding]:
+        yield from self._delays.dangers()
         census, surplus = self._store.census_and_surplus()
-        return [
-            *_compare(self.name, surplus),
-            *Status.of(self.name, census).findings(),
-            *clocks(self._delays.clock_ahead_seconds()),
-        ]
+        yield from _compare(self.name, surplus)
+        yield from Status.of(self.name, census).findings()
+        yield from clocks(self._delays.clock_ahead_seconds())
 
     def status(self) -> Told:
         return Status.of(self.name, self._store.census()).told()

@@ -27,12 +27,12 @@ from redis.exceptions import RedisError, TimeoutError
 from ...backoff import Backoff
 from ...errors import NativeDelayError
 from ..interface import connect_once
-from ..status import SHOW_SECONDS, Sign
-from .store import BATCH, HandedOver, Rounds
+from .store import BATCH, HandedOver, RedisBrokerStore, Rounds
 
 logger = logging.getLogger(__name__)
 
-LONGEST_SLEEP_SECONDS = SHOW_SECONDS
+#: Also the seconds between two heartbeats.
+LONGEST_SLEEP_SECONDS = 10.0
 
 #: A promoter that finds that another promoter was faster comes later next time. The delay in
 #: seconds is doubled each time, up to the longest. So one of many promoters does the work.
@@ -72,7 +72,8 @@ class RedisPromoter:
         self._stop_reader, self._stop_writer = socketpair()
         self._stop_writer.setblocking(False)
         self._backoff = Backoff(*RETRY_SECONDS)
-        self._sign = Sign(lambda: None)
+        self._store: RedisBrokerStore | None = None
+        self._show_at = 0.0
 
     def run(self) -> None:
         """Move due messages until :meth:`stop` is called; reconnect after errors."""
@@ -106,10 +107,11 @@ class RedisPromoter:
             connect_once(connection)
             channel = connection.default_channel
             delays, pool = channel.delays, channel.pool
-            rounds = Rounds(pool.make_connection(), delays.keys, version=delays.version)
+            delays.prepare()
+            rounds = Rounds(pool.make_connection(), delays.keys)
             alarm = _Alarm(pool.make_connection(), delays.keys.wake)
             try:
-                self._sign = Sign(delays.own.show_promoting, RedisError)
+                self._store, self._show_at = delays.own, 0.0
                 rounds.connect()
                 alarm.arm(self._stop_reader)
                 yield rounds, alarm
@@ -145,11 +147,11 @@ class RedisPromoter:
     def _promote_due(self, rounds: Rounds) -> tuple[int, HandedOver]:
         """Move all due messages; return their number, and the result of the last script call."""
         taken = 0
-        self._sign.keep_up()
+        self._show()
         rounds.ask()
         while True:
             handed = rounds.answer()
-            self._sign.keep_up()
+            self._show()
             self._count(handed)
             taken += handed.taken
             if handed.taken == BATCH and not self._stopping.is_set():
@@ -157,6 +159,13 @@ class RedisPromoter:
                     rounds.ask()
             elif not rounds.asked_count:
                 return taken, handed
+
+    def _show(self) -> None:
+        """Write this process's heartbeat if the last one is at least ten seconds old."""
+        if self._store is not None and monotonic() >= self._show_at:
+            self._show_at = monotonic() + LONGEST_SLEEP_SECONDS
+            with suppress(RedisError):  # Redis may be full
+                self._store.show_promoting()
 
     def _count(self, handed: HandedOver) -> None:
         if self._backoff.reset():

@@ -45,7 +45,7 @@ end
 #: error.
 #:
 #: ZREMRANGEBYRANK is the first write because it needs no memory: after its first write a script may
-#: write on although maxmemory is reached, also on servers without allow-oom.
+#: write on although maxmemory is reached.
 #:
 #: Messages are grouped by destination, which is the first part of their entries.
 HAND_OVER = """
@@ -146,7 +146,3 @@ end
 local first = redis.call('ZRANGE', source, 0, 0, 'WITHSCORES')
 return {#members, #done, parked, now, first[2] and tonumber(first[2]) or -1, refusal}
 """
-
-#: The first line of HAND_OVER on servers with script flags (Redis 7): due messages are delivered
-#: even while maxmemory is reached.
-ALLOW_OOM = "#!lua flags=allow-oom\n"

@@ -22,17 +22,16 @@ from ...records.redis_link import digest_of
 from ...redis_server import RIGHTS
 from ...store.interface import Row
 from ...store.redis import ADD, RedisRows
-from ..status import SHOWN_SECONDS
 from .keys import RedisBrokerKeys
-from .scripts import ALLOW_OOM, HAND_OVER
+from .scripts import HAND_OVER
 
 #: How many messages one script moves into their queues. More are hardly faster, and block other
 #: clients of Redis for longer: 0.45 ms for 100, 4.7 ms for 1000.
 BATCH = 100
 
-#: Scripts may have flags since this version of Redis.
-#: https://redis.io/docs/latest/develop/programmability/
-_FLAGS_SINCE = (7,)
+
+#: How many seconds a promoter's heartbeat is valid.
+_SHOWN_SECONDS = 30
 
 
 @dataclass(frozen=True)
@@ -104,38 +103,37 @@ class RedisBrokerStore(RedisRows):
 
     # --- many out ------------------------------------------------------------------------
 
-    def promote(self, *, version: tuple[int, ...]) -> HandedOver:
-        """Move up to :data:`BATCH` due messages to their queues; *version* is the Redis version."""
-        return self._hand_over(self.keys.due, "", version)
+    def promote(self) -> HandedOver:
+        """Move up to :data:`BATCH` due messages to their queues."""
+        return self._hand_over(self.keys.due, "")
 
-    def rescue(self, *, version: tuple[int, ...], before_us: int) -> HandedOver:
+    def rescue(self, *, before_us: int) -> HandedOver:
         """Retry up to :data:`BATCH` undeliverable messages that last failed before *before_us*."""
-        return self._hand_over(self.keys.parked, f"({before_us}", version)
+        return self._hand_over(self.keys.parked, f"({before_us}")
 
-    def _hand_over(self, source: str, highest: str, version: tuple[int, ...]) -> HandedOver:
+    def _hand_over(self, source: str, highest: str) -> HandedOver:
         keys = [source, self.keys.messages, self.keys.parked, self.keys.ids]
-        return _handed_over(self.link.run(_hand_over_on(version), keys, BATCH, highest))
+        return _handed_over(self.link.run(HAND_OVER, keys, BATCH, highest))
 
     # --- the heartbeat of a promoter --------------------------------------------------------
 
     def show_promoting(self) -> None:
         """Write the heartbeat that shows that this process moves due messages."""
         key = self.keys.promoting
-        if not self.client.expire(key, SHOWN_SECONDS):
-            self.client.set(key, "", ex=SHOWN_SECONDS)
+        if not self.client.expire(key, _SHOWN_SECONDS):
+            self.client.set(key, "", ex=_SHOWN_SECONDS)
 
 
 class Rounds:
     """Uses a Redis connection of its own to call the script that moves due messages."""
 
-    def __init__(self, connection: Any, keys: RedisBrokerKeys, *, version: tuple[int, ...]) -> None:
-        """*connection* is a redis-py connection; *version* is the server's version."""
+    def __init__(self, connection: Any, keys: RedisBrokerKeys) -> None:
+        """*connection* is a redis-py connection."""
         self._connection = connection
         self._keys = keys
-        script = _hand_over_on(version)
         words = (4, keys.due, keys.messages, keys.parked, keys.ids, BATCH, "")
-        self._evalsha = connection.pack_command("EVALSHA", digest_of(script), *words)
-        self._eval = connection.pack_command("EVAL", script, *words)
+        self._evalsha = connection.pack_command("EVALSHA", digest_of(HAND_OVER), *words)
+        self._eval = connection.pack_command("EVAL", HAND_OVER, *words)
         #: The monotonic times of the script calls that the server has not answered yet.
         self._asked: deque[float] = deque()
         self.last_asked_at = 0.0
@@ -168,10 +166,6 @@ class Rounds:
 
     def close(self) -> None:
         self._connection.disconnect()
-
-
-def _hand_over_on(version: tuple[int, ...]) -> str:
-    return (ALLOW_OOM if version >= _FLAGS_SINCE else "") + HAND_OVER
 
 
 def _handed_over(reply: Any) -> HandedOver:

@@ -10,19 +10,22 @@ import logging
 from typing import Any
 
 from kombu.transport import redis
-from redis.exceptions import RedisError
 
-from ...errors import SettingsError, UnsupportedBroker
 from ...rates.in_records import RecordedLines
 from ...records.interface import Records
 from ...records.publishing import RecordedPublish
+from ...records.redis import RedisRecords
+from ...records.redis_link import RedisLink
 from ...records.waiting import WaitingTasks
 from ...settings import DelaySettings
 from ..interface import AdminPart, WorkerPart
 from ..moving import MovingPart
 from ..virtual.channel import DelayingChannel, DelayingTransport
 from .delays import RedisDelays
-from .keys import Destination, RedisBrokerKeys
+from .keys import Destination
+
+#: Seconds that the server may take to connect, and for an answer about a rate.
+_LINE_SECONDS = 1.0
 
 logger = logging.getLogger(__name__)
 
@@ -80,9 +83,9 @@ class RedisDelayingChannel(DelayingChannel):
     def lines(self: Any, settings: DelaySettings) -> RecordedLines:
         if self.store is not None:
             return super().lines(settings)
-        from ...rates.in_redis import RedisLines
-
-        return RedisLines(self.pool, self.delays.keys, self.connection.client.as_uri())
+        what = f"the lines of rated tasks at {self.connection.client.as_uri()}"
+        link = RedisLink(self.pool, what, timeout_seconds=_LINE_SECONDS)
+        return RecordedLines(RedisRecords(link, self.delays.keys), link.close)
 
     def let_wait(self, queue: str, message: dict[str, Any], *, due_us: int, **kwargs: Any) -> None:
         self.delays.publish(
@@ -168,38 +171,10 @@ class Transport(DelayingTransport, redis.Transport):  # type: ignore[misc]
 
     delaying_channel = Channel
 
-    def establish_connection(self) -> Any:
-        established = super().establish_connection()
-        if self.delaying:
-            _log_refusal_once(self._avail_channels[-1].delays, self.client.as_uri())
-        return established
-
-    def waits_in(self, settings: DelaySettings) -> str:
-        """Return the name of the Redis key in which delayed messages wait."""
-        prefix = (self.client.transport_options or {}).get("global_keyprefix") or ""
-        return RedisBrokerKeys(prefix, settings.namespace).due
-
     def own_outbox(self, window: int) -> Any:
         from .outbox import RedisOutbox
 
         return RedisOutbox(self.client, window)
-
-
-#: URLs of Redis servers that this process has looked at.
-_looked_at: set[str] = set()
-
-
-def _log_refusal_once(delays: RedisDelays, where: str) -> None:
-    """Log an error once per server if Redis cannot store delayed messages."""
-    if where in _looked_at:
-        return
-    _looked_at.add(where)
-    try:
-        delays.prepare()
-    except UnsupportedBroker as exc:
-        logger.critical("native delay: delayed tasks are refused, immediate tasks run: %s", exc)
-    except (SettingsError, RedisError):
-        return  # a delayed publish raises the first, and kombu the second
 
 
 class SentinelTransport(Transport, redis.SentinelTransport):  # type: ignore[misc]

@@ -41,7 +41,7 @@ class RedisWaitingTasks(RedisTasks):
         with self._explained():
             # Due messages are moved into their queues now, so that they are not listed as waiting.
             for _ in range(0, due, BATCH):
-                self._rows.promote(version=self._delays.version)
+                self._rows.promote()
         return done
 
     def _changed(self, entry: bytes, due_us: int, edit: Edit | None, *, cancelled: bool) -> str:

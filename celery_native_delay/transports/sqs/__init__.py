@@ -62,12 +62,12 @@ class Channel(DelayingChannel, SQS.Channel):  # type: ignore[misc]
         return self.delays.publish(queue, message, due_us=due_us)
 
     def own_worker_part(self, settings: DelaySettings) -> WorkerPart:
-        from .worker_part import SqsWorkerPart
+        from .parts import SqsWorkerPart
 
         return SqsWorkerPart(self, settings)
 
     def own_admin_part(self, settings: DelaySettings) -> AdminPart:
-        from .admin_part import SqsAdminPart
+        from .parts import SqsAdminPart
 
         return SqsAdminPart(self)
 

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import logging
-from time import monotonic
+from collections.abc import Callable, Mapping, Sequence
+from time import monotonic, time_ns
 from typing import Any, NamedTuple
 
 from botocore.exceptions import ClientError
+from kombu.exceptions import OperationalError
 
+from ...due_time import milliseconds_up
 from ...durations import duration
 from ...errors import CannotDelay, NotPermitted, TopologyMismatch
 from ...settings import DelaySettings
-from ..virtual import delays
+from ..virtual.channel import VirtualDelays
+from ..virtual.wrapping import wrapped
 from . import hops
-from .entry import MOST_BYTES, Payload, SqsEntry, SqsMessage, check_size
+from .entry import MOST_BYTES, Payload, SqsMessage, check_size
 from .queues import (
     Queues,
+    SqsFailure,
     can_delay,
     delay_queue_of,
     explained,
     is_gone,
     mismatches,
     most_bytes_of,
-    overdue_in,
     why_not_made,
 )
 
@@ -42,7 +46,7 @@ class KnownDelayQueue(NamedTuple):
     most_bytes: int = MOST_BYTES  # the largest message that the destination accepts
 
 
-class SqsDelays(delays.SendingDelays):
+class SqsDelays(VirtualDelays):
     """Publishes delayed messages on one SQS channel."""
 
     def __init__(self, channel: Any, settings: DelaySettings) -> None:
@@ -54,26 +58,46 @@ class SqsDelays(delays.SendingDelays):
     def place(self) -> str:
         return str(self._channel.queue_name_prefix or super().place)
 
-    def send(self, put: SqsMessage, *, now_us: int) -> None:
-        """Send a message to the destination queue or, for long delays, to the delay queue."""
-        queue = put.queue
-        self.check_size(put, now_us=now_us)
-        if not put.is_far(now_us=now_us) or not self._send_into_delay_queue(
-            queue, put.entry(now_us=now_us)
-        ):
-            self._send(queue, put.payload, put.seconds_here(now_us=now_us))
+    def publish(
+        self,
+        queue: str,
+        message: dict[str, Any],
+        *,
+        due_us: int,
+        delivery_id: str | None = None,
+    ) -> None:
+        """Send a message to the destination queue or, for long delays, to the delay queue.
 
-    def _put(self, queue: str, message: dict[str, Any], due_us: int) -> SqsMessage:
+        *delivery_id* is as in :meth:`put_of`.
+        """
+        put = self.put_of(queue, message, due_us=due_us, delivery_id=delivery_id)
+        now_us = time_ns() // 1000
+        self.check_size(put, now_us=now_us)
+        for failure in self.send([put], now_us=now_us).values():
+            error = CannotDelay if failure.is_final else OperationalError
+            raise error(f"{self.queues.name(queue)} does not take this message: {failure.reason}")
+
+    def put_of(
+        self,
+        queue: str,
+        message: dict[str, Any],
+        *,
+        due_us: int,
+        delivery_id: str | None = None,
+    ) -> SqsMessage:
+        """Add this package's header to *message*, and encode *message* for *queue*.
+
+        If *delivery_id* is None, the delivery id is kombu's delivery tag.
+        """
+        self.check_settings()
         if not can_delay(queue):
             raise CannotDelay(
                 f"expected a queue that can delay, got the FIFO queue {queue!r}: SQS takes no "
                 f"delay for a single message there"
             )
-        base64 = self._channel.sqs_base64_encoding
-        payload = Payload.of(message, base64=base64)
-        return SqsMessage(
-            queue, due_us, str(message["properties"]["delivery_tag"]), payload, base64
-        )
+        base64, tag = self._channel.sqs_base64_encoding, str(message["properties"]["delivery_tag"])
+        own = wrapped(message, due_ms=milliseconds_up(due_us), delivery_id=delivery_id or tag)
+        return SqsMessage(queue, due_us, tag, Payload.of(own, base64=base64), base64)
 
     def check_size(self, put: SqsMessage, *, now_us: int) -> None:
         """Raise CannotDelay if a message is too large for SQS or for the destination queue."""
@@ -85,38 +109,35 @@ class SqsDelays(delays.SendingDelays):
         most_bytes = self.known_delay_queue(put.queue).most_bytes
         check_size(put.payload.size_bytes, queue=put.queue, most_bytes=most_bytes)
 
-    def _send(self, queue: str, payload: Payload, delay_seconds: int) -> None:
-        """Send a message; if *queue* was deleted, create *queue* and try once more."""
-        arguments = {"DelaySeconds": delay_seconds, **payload.arguments()}
-        for is_last_try in (False, True):
-            try:
-                self._send_to(queue, self.queues.declared_url(queue), arguments)
-                return
-            except ClientError as exc:
-                if is_last_try or not is_gone(exc):
-                    raise
-                self.queues.forget(queue)
+    def send(self, puts: Sequence[SqsMessage], *, now_us: int) -> dict[int, SqsFailure]:
+        """Send up to ten messages for one queue in one request, to it or to its delay queue.
 
-    def _send_into_delay_queue(self, queue: str, entry: SqsEntry) -> bool:
-        """Send a message to the delay queue; return False if the delay queue is missing."""
-        name = delay_queue_of(queue)
-        for _ in range(2):
+        Returns a dict of the failures. A key is the position of the message in *puts*, from 0.
+        """
+        queue, url = puts[0].queue, None
+        # A delay that has just fallen below 15 minutes is hardly longer in the delay queue.
+        if any(put.is_far(now_us=now_us) for put in puts):
             url = self.known_delay_queue(queue).url
-            if url is None:
-                return False
-            try:
-                self._send_to(name, url, entry.arguments())
-                return True
-            except ClientError as exc:
-                if not is_gone(exc):
-                    raise
-                self.queues.forget(name)
-                self._known.pop(queue, None)
-        return False
+        if url is None:
+            messages = [
+                {**put.payload.arguments(), "DelaySeconds": put.seconds_here(now_us=now_us)}
+                for put in puts
+            ]
+            return self._send(queue, messages, lambda: self.queues.declared_url(queue))
+        entries = [put.entry(now_us=now_us).arguments() for put in puts]
+        try:
+            return self._send(delay_queue_of(queue), entries, lambda: str(url))
+        except ClientError as exc:
+            self._known.pop(queue, None)
+            if not is_gone(exc) or self.known_delay_queue(queue).url is not None:
+                raise
+            return self.send(puts, now_us=now_us)
 
-    def _send_to(self, queue: str, url: str, arguments: dict[str, Any]) -> None:
+    def _send(
+        self, queue: str, messages: Sequence[Mapping[str, Any]], url: Callable[[], str]
+    ) -> dict[int, SqsFailure]:
         with explained(self.queues.name(queue), "sqs:SendMessage"):
-            self.queues.client(queue).send_message(QueueUrl=url, **arguments)
+            return self.queues.send_many(queue, messages, url=url)
 
     def known_delay_queue(self, queue: str) -> KnownDelayQueue:
         """Return information about the delay queue of *queue*, cached for up to ten minutes.
@@ -135,7 +156,7 @@ class SqsDelays(delays.SendingDelays):
         url = self.queues.find(delay_queue_of(queue))
         attributes = None if url is None else self.queues.attributes(delay_queue_of(queue), url)
         if attributes is None:
-            way_out = "start an installed worker or run `celery -A PROJ delay relay`"
+            way_out = "start an installed worker or run `celery -A PROJ delay promote`"
             if not self.queues.can_make(name):
                 way_out = f"it {why_not_made(name)}"
             _say_once(
@@ -147,16 +168,6 @@ class SqsDelays(delays.SendingDelays):
         found = mismatches(name, attributes)
         if found:
             raise TopologyMismatch("; ".join(map(str, found)))
-        overdue = overdue_in(attributes)
-        if overdue:
-            logger.warning(
-                "native delay: %s: about %d message(s) have done their wait and no relay receives "
-                "them: start an installed worker for %r or `celery -A PROJ delay relay`. "
-                "SQS keeps them for 14 days",
-                name,
-                overdue,
-                queue,
-            )
         return KnownDelayQueue(monotonic(), url, self._most_bytes(queue))
 
     def _most_bytes(self, queue: str) -> int:

@@ -144,14 +144,6 @@ class SqsMessage(NamedTuple):
         return b64decode(body).decode() if self.base64 else body
 
     @property
-    def message(self) -> dict[str, Any]:
-        """Return kombu's message as a dict, including kombu's property ``message_attributes``."""
-        message: dict[str, Any] = loads(self.envelope)
-        if self.payload.attributes:
-            message["properties"][_ATTRIBUTES] = self.payload.attributes
-        return message
-
-    @property
     def size_bytes(self) -> int:
         return len(self.payload.body)
 

@@ -17,23 +17,10 @@ RECOGNISED_SECONDS = 300
 #: How many messages one request sends, receives or deletes.
 BATCH = 10
 
-#: How many requests one wait costs: one to receive, one to send, one to delete.
-REQUESTS_PER_HOP = 3
-
 
 def seconds_up(milliseconds: int) -> int:
     """Convert *milliseconds* to seconds, rounded up, because SQS delays by whole seconds."""
     return max(0, -(-milliseconds // 1000))
-
-
-def remainders(delay_ms: int) -> list[int]:
-    """Return the remaining delay at each send of a message, as a list of seconds.
-
-    For a delay of 1,925 s the result is 1,925, 1,025 and 125.
-    """
-    left = seconds_up(delay_ms)
-    hops = max(0, -(-left // HOP_SECONDS) - 1)
-    return [left - hop * HOP_SECONDS for hop in range(hops + 1)]
 
 
 @dataclass(frozen=True)
@@ -67,8 +54,3 @@ class Reception:
     def _received_ms(self) -> int:
         first_ms = self.first_received_ms
         return first_ms if self.receive_count <= 1 else max(first_ms, self.now_ms)
-
-
-def retry_seconds(receive_count: int) -> int:
-    """Return the seconds until a worker retries a failed message: 2, then doubled, up to 900."""
-    return min(1 << min(receive_count, 20), 900)

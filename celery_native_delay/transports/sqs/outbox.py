@@ -7,7 +7,7 @@ messages twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from time import time_ns
 from typing import Any
 
@@ -23,7 +23,7 @@ from ..outbox import OutboxBatch
 from ..virtual.outbox import CallingOutbox, Collecting, PlainMessage
 from .delays import SqsDelays
 from .entry import SqsMessage, in_requests
-from .queues import can_delay, delay_queue_of, explained
+from .queues import can_delay, explained
 
 #: Error codes of SQS for unknown credentials and missing rights.
 _NOT_LET_IN = frozenset(
@@ -97,38 +97,11 @@ class SqsOutbox(CallingOutbox[SqsMessage | PlainMessage]):
             yield from map(OutboxBatch, in_requests(together, lambda put: put.size_bytes + 1000))
 
     def _deliver(self, batch: OutboxBatch[SqsMessage | PlainMessage]) -> None:
-        waiting = [put for put in batch.puts if isinstance(put, SqsMessage)]
         if isinstance(plain := batch.puts[0], PlainMessage):  # the only one
             self._put_plainly(plain)
             return
-        # Since the batch was made, the delay of some messages may have fallen below 15 minutes.
-        delays, now_us = self._delays, time_ns() // 1000
-        queue = waiting[0].queue
-        far = [put for put in waiting if put.is_far(now_us=now_us)]
-        url = delays.known_delay_queue(queue).url if far else None
-        far = far if url else []
-        near = [put for put in waiting if put not in far]
-        if far:
-            entries = [put.entry(now_us=now_us).arguments() for put in far]
-            self._send(batch, far, delay_queue_of(queue), entries, lambda: str(url))
-        if near:
-            messages = [
-                {**put.payload.arguments(), "DelaySeconds": put.seconds_here(now_us=now_us)}
-                for put in near
-            ]
-            self._send(batch, near, queue, messages, lambda: delays.queues.declared_url(queue))
-
-    def _send(
-        self,
-        batch: OutboxBatch[SqsMessage | PlainMessage],
-        puts: list[SqsMessage],
-        queue: str,
-        messages: list[dict[str, Any]],
-        url: Callable[[], str],
-    ) -> None:
-        queues = self._delays.queues
-        with explained(queues.name(queue), "sqs:SendMessage"):
-            failures = queues.send_many(queue, messages, url=url)
+        puts = [put for put in batch.puts if isinstance(put, SqsMessage)]
+        failures = self.channel.delays.send(puts, now_us=time_ns() // 1000)
         self._settled(batch, [put for at, put in enumerate(puts) if at not in failures])
         for at, failure in failures.items():
             if failure.is_final:
@@ -141,8 +114,3 @@ class SqsOutbox(CallingOutbox[SqsMessage | PlainMessage]):
         # Each request connects by itself, so the connection is closed only at the end.
         if self._closed.is_set():
             super()._lose()
-
-    @property
-    def _delays(self) -> SqsDelays:
-        delays: SqsDelays = self.channel.delays
-        return delays

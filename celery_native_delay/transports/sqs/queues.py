@@ -11,7 +11,7 @@ from botocore.exceptions import ClientError
 from kombu.transport.SQS import DoesNotExistQueueException, UndefinedQueueException
 
 from ...errors import CannotDelay, NotPermitted, UnsupportedBroker
-from ...finding import ADVICE, WRONG, Finding
+from ...finding import WRONG, Finding
 from . import hops
 from .entry import MOST_BYTES
 
@@ -100,14 +100,6 @@ def mismatches(name: str, attributes: Mapping[str, str]) -> list[Finding]:
         )
         found.append(Finding(_CHECK, WRONG, problem, f"{_SET}RedrivePolicy="))
     return found
-
-
-def advice(name: str, attributes: Mapping[str, str]) -> list[Finding]:
-    """Report a delay queue without SQS's high throughput mode."""
-    if attributes.get("FifoThroughputLimit") == "perMessageGroupId":
-        return []
-    way = "DeduplicationScope=messageGroup,FifoThroughputLimit=perMessageGroupId"
-    return [Finding(_CHECK, ADVICE, f"{name}: takes 300 requests a second", f"{_SET}{way}")]
 
 
 def most_bytes_of(attributes: Mapping[str, str]) -> int:

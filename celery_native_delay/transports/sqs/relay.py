@@ -1,7 +1,7 @@
 """Move messages out of the SQS delay queues, where SQS delivers a message after 15 minutes.
 
-A worker runs one thread for each of its standard queues. The command ``delay relay`` runs the same
-threads without a worker.
+A worker runs one thread for each of its standard queues. The command ``delay promote`` runs the
+same threads without a worker.
 
 1. The thread receives a message from the delay queue.
 2. If more than 15 minutes of the delay remain, the thread sends the message to the delay queue
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from threading import Event, Lock, Thread
 from time import monotonic
@@ -29,7 +28,7 @@ from kombu.exceptions import KombuError
 from ...backoff import Backoff
 from ...errors import NativeDelayError
 from .entry import SqsEntry, in_requests, opened
-from .hops import BATCH, Reception, retry_seconds, seconds_up
+from .hops import BATCH, Reception, seconds_up
 from .queues import Queues, dated_ms, delay_queue_of, is_gone
 
 logger = logging.getLogger(__name__)
@@ -37,8 +36,8 @@ logger = logging.getLogger(__name__)
 #: How many seconds SQS waits for messages before SQS answers that there are none.
 LONG_POLL_SECONDS = 20
 
-#: The visibility timeout: after so many seconds another relay receives a message that this relay
-#: did not delete. This is shorter than the five minutes in which SQS recognises a repeated send.
+#: The visibility timeout: after so many seconds a relay receives a message again that was not sent
+#: on or not deleted. This is shorter than the five minutes in which SQS recognises a repeated send.
 VISIBILITY_SECONDS = 30
 
 #: Seconds between attempts after a failure: the first pause, and the longest.
@@ -68,10 +67,6 @@ class _Received:
         waited_ms = int((monotonic() - self.at) * 1000)
         return self.reception.left_ms(self.entry.left_ms) - waited_ms
 
-    @property
-    def retry_seconds(self) -> int:
-        return retry_seconds(self.reception.receive_count)
-
 
 class SqsRelay:
     """Moves messages out of the SQS delay queues, with one thread for each queue."""
@@ -82,8 +77,6 @@ class SqsRelay:
     def __init__(self, connect: Callable[..., Any], queues: Sequence[str]) -> None:
         """*connect* opens a kombu connection; *queues* are the names of the destination queues."""
         self.promoted = 0  # messages sent to the destination
-        self.relayed = 0  # messages sent to a delay queue again
-        self.failed = 0  # sends that SQS refused
         self._connect = connect
         self._queues = list(queues)
         self._stopping = Event()
@@ -101,16 +94,10 @@ class SqsRelay:
                 _complain("relaying", exc, backoff.seconds)
                 self._stopping.wait(backoff.failed())
 
-    def count(self, *, promoted: int = 0, relayed: int = 0, failed: int = 0) -> None:
-        """Add the given numbers to this relay's counters. Thread-safe.
-
-        *promoted*: messages sent to the destination queue. *relayed*: messages sent to the delay
-        queue again. *failed*: messages that SQS refused.
-        """
+    def count(self, promoted: int) -> None:
+        """Count messages that were sent to their destination queue. Thread-safe."""
         with self._counting:
             self.promoted += promoted
-            self.relayed += relayed
-            self.failed += failed
 
     def stop(self) -> None:
         # A running long poll is not interrupted. If the process ends, another worker receives the
@@ -189,28 +176,22 @@ class QueueRelay:
             self._delete(sent_before)
         # The order matters. SQS recognises a repeated send to the delay queue only while the first
         # message is there, and that may be one of the messages that go to the destination.
-        try:
-            self._relay.count(relayed=self._send_all(self._source, onward, self._to_delay_queue))
-        except BaseException:
-            self._let_rest([(each.receipt, 0) for each in home])
-            raise
-        self._relay.count(promoted=self._send_all(self._destination, home, self._to_destination))
+        self._send_all(self._source, onward, self._to_delay_queue)
+        self._relay.count(self._send_all(self._destination, home, self._to_destination))
 
     def _read(self, messages: Sequence[dict[str, Any]], *, now_ms: int) -> Iterator[_Received]:
         at = monotonic()
         for message in messages:
             told = message["Attributes"]
-            count = int(told["ApproximateReceiveCount"])
             try:
                 entry = opened(message["Body"])
             except ValueError as exc:
                 logger.error("native delay: %s: unknown message left alone: %s", self._source, exc)
-                self._let_rest([(message["ReceiptHandle"], retry_seconds(count))])
                 continue
             reception = Reception(
                 int(told["SentTimestamp"]),
                 int(told["ApproximateFirstReceiveTimestamp"]),
-                count,
+                int(told["ApproximateReceiveCount"]),
                 now_ms,
             )
             yield _Received(entry, reception, at, message["MessageId"], message["ReceiptHandle"])
@@ -231,23 +212,15 @@ class QueueRelay:
     ) -> int:
         """Move messages to *queue*; return the number of messages that SQS accepted."""
         taken = 0
-        batches = list(in_requests(received, lambda each: each.entry.size_bytes))
-        for number, batch in enumerate(batches):
-            try:
-                refused = self._queues.send_many(
-                    queue,
-                    [arguments(each) for each in batch],
-                    url=lambda: self._declared_url(queue),
-                )
-            except BaseException:
-                # Another relay may be able to reach SQS.
-                unsent = [each for batch in batches[number:] for each in batch]
-                self._let_rest([(each.receipt, 0) for each in unsent])
-                raise
+        for batch in in_requests(received, lambda each: each.entry.size_bytes):
+            refused = self._queues.send_many(
+                queue,
+                [arguments(each) for each in batch],
+                url=lambda: self._declared_url(queue),
+            )
             self._delete([each for at, each in enumerate(batch) if at not in refused])
             taken += len(batch) - len(refused)
             if refused:
-                self._relay.count(failed=len(refused))
                 logger.error(
                     "native delay: %s refused %d of %d message(s), they are tried again: %s",
                     queue,
@@ -255,8 +228,6 @@ class QueueRelay:
                     len(batch),
                     next(iter(refused.values())).reason,
                 )
-                failed = [batch[at] for at in refused]
-                self._let_rest([(each.receipt, each.retry_seconds) for each in failed])
         return taken
 
     def _delete(self, sent: Sequence[_Received]) -> None:
@@ -281,19 +252,6 @@ class QueueRelay:
                 self._source,
                 len(failed),
                 failed[0].get("Message"),
-            )
-
-    def _let_rest(self, receipts: Sequence[tuple[str, int]]) -> None:
-        """Set visibility timeouts; *receipts* are pairs of a receipt handle and seconds."""
-        if not receipts:
-            return
-        entries = [
-            {"Id": str(at), "ReceiptHandle": receipt, "VisibilityTimeout": seconds}
-            for at, (receipt, seconds) in enumerate(receipts)
-        ]
-        with suppress(ClientError, BotoCoreError, OSError):
-            self._client().change_message_visibility_batch(
-                QueueUrl=self._declared_url(self._source), Entries=entries
             )
 
     def _declared_url(self, queue: str) -> str:

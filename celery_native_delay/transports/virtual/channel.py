@@ -10,18 +10,55 @@ from typing import Any, ClassVar
 from amqp.exceptions import RecoverableConnectionError
 from kombu.transport import virtual
 
-from ...errors import CannotDelay, SettingsError
+from ...due_time import check_due
+from ...errors import CannotDelay, NativeDelayError, SettingsError
 from ...message import Delayed, due_of
 from ...now import time_ns
 from ...records.publishing import RecordedPublish, publish_of, underway
 from ...settings import DelaySettings
 from ...store.entry import StoreEntry
-from ...store.opened import load
+from ...store.interface import Store
+from ...store.opened import load, store_of
 from ..aliases import OPTION, asks_for_delays, settings_from_option
 from ..bulk_publisher import BulkPublisher
 from ..storing import PUBLISH_SECONDS, StoringChannel
 from .from_store import ChannelPublisher, collected, entry_of, entry_of_wait
 from .wrapping import due_then, unwrapped
+
+
+class VirtualDelays:
+    """Publishes delayed messages on one channel; each broker has a subclass."""
+
+    refusal: NativeDelayError | None = None
+    """The error that every delayed publish raises, or None if delays work."""
+
+    def __init__(self, channel: Any, settings: DelaySettings) -> None:
+        self.settings = settings
+        self._channel = channel
+
+    @cached_property
+    def store(self) -> Store | None:
+        """Return the store in ``native_delay_store``; None if not set."""
+        self.check_settings()
+        return None if self.settings.store is None else store_of(self.settings, self.place)
+
+    @property
+    def place(self) -> str:
+        """The database or prefix, which tells this broker from others of the same namespace."""
+        return str(self._channel.connection.client.virtual_host or "")
+
+    def check_settings(self) -> None:
+        """If this channel cannot delay messages, raise the error stored in :attr:`refusal`."""
+        if self.refusal is not None:
+            raise self.refusal
+
+    def check_reach(self, due_us: int) -> None:
+        """Raise DelayTooLong if the delay is longer than the settings allow."""
+        check_due(
+            due_us,
+            now_us=time_ns() // 1000,
+            longest_delay_seconds=self.settings.longest_delay_seconds,
+        )
 
 
 class VirtualMessage(virtual.Message):  # type: ignore[misc]

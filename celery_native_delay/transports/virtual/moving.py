@@ -21,7 +21,7 @@ from ...records.publishing import RecordedPublish, publishing
 from ...store.entry import StoreEntry
 from ...store.interface import WaitingRow
 from .. import moving
-from ..moving import Found, Moving, Reach, Source, Stays, derived_id, expires_ms_of
+from ..moving import Found, Moving, Source, Stays, derived_id, expires_ms_of
 from .from_store import message_of
 from .wrapping import unwrapped
 
@@ -46,10 +46,10 @@ class VirtualMovingPart(moving.MovingPart):
             self._channel.store.prepare()
         super().prepare(queues)
 
-    def sources(self, what: str | None, reaches: Sequence[Reach]) -> list[Source]:
+    def sources(self, what: str | None) -> list[Source]:
         """Return this broker's waiting messages, if ``delay migrate --from`` is the broker's URL.
 
-        Then *what* is None. If ``--from`` is a name, such as ``celery``, *what* is the name. For
+        Then *what* is None. If ``--from`` is a name, such as ``broker``, *what* is the name. For
         a name, this method raises UnsupportedBroker: only RabbitMQ has such sources.
         """
         if what is not None and (what != "broker" or self._channel.store is None):

@@ -67,7 +67,6 @@ def unwrapped(
     header = opened.pop(HEADER, None)
     if not is_own(header):
         return opened, None
-    # Task protocol 1 has its ETA in the body; this package adds the header.
     # A worker without this package copies our header into a retry, which did not wait.
     if "eta" in opened and header.get("eta", header.get("due")) != due_ms_of(opened):
         return opened, None

@@ -28,27 +28,6 @@ class Busy(Exception):
     """The error of a task that is to be retried."""
 
 
-class Once(Task):
-    """A task that sends nothing while a run of it waits or runs, as with celery-once."""
-
-    def apply_async(self, *args: Any, **options: Any) -> Any:
-        """Send the task, unless its last run has not ended."""
-        try:
-            self.lock.touch(exist_ok=False)
-        except FileExistsError:
-            return None
-        return super().apply_async(*args, **options)
-
-    def after_return(self, *_: Any) -> None:
-        """Allow the next run."""
-        self.lock.unlink()
-
-    @property
-    def lock(self) -> Path:
-        """A file that exists from the call of ``apply_async`` to the end of the run."""
-        return Path(f"{os.environ[RECORD_VARIABLE]}.{self.name}")
-
-
 def new_app(*, queue_type: str = "classic", no_declare: bool = False, **conf: Any) -> Celery:
     """An app with all tasks and queues; *conf* overrides the common settings of the tests.
 
@@ -112,10 +91,6 @@ def define_tasks(app: Celery) -> None:
     @app.task(name="careful_once", shared=False, acks_late=True)
     def careful_once(*args: Any) -> Any:
         """As careful(); only some apps have a store, so their settings say that it is once."""
-
-    @app.task(name="once", shared=False, base=Once)
-    def once() -> None:
-        """Do nothing; no other run waits meanwhile."""
 
     @app.task(name="gather", shared=False)
     def gather(results: list[Any], *args: Any) -> Any:

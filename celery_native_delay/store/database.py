@@ -1,13 +1,10 @@
-"""Connects to a database with SQLAlchemy."""
+"""The connections to the database of a store, and transactions that end in time."""
 
 from __future__ import annotations
 
 import logging
-import re
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
 from pathlib import Path
 from time import monotonic, time
 from typing import Any, TypeVar
@@ -16,7 +13,7 @@ from sqlalchemy import (
     URL,
     Connection,
     Engine,
-    MetaData,
+    Inspector,
     create_engine,
     event,
     exc,
@@ -25,10 +22,13 @@ from sqlalchemy import (
     text,
 )
 
-from ..errors import NativeDelayError, SettingsError
+from ..errors import NativeDelayError, SettingsError, StoreUnavailable
 from ..now import time_ns
-from ..urls import TABLE_PREFIX, is_table_prefix, table_prefix_of, without_password
-from ..within import before_commit
+from ..urls import TABLE_PREFIX, table_prefix_of, without_password
+from ..within import Within, before_commit
+from .joined import UsersTransaction, joined, transaction_with
+from .sessions import SessionTransaction
+from .sql_table import naming_tables, other_prefix, schema
 
 logger = logging.getLogger(__name__)
 
@@ -62,20 +62,15 @@ _LOST = {"psycopg": _LIBPQ, "psycopg2": _LIBPQ, "pymysql": _MYSQL, "mysqldb": _M
 READS = "native_delay_reads"
 
 
-def parsed(url: str) -> URL:
-    """Parse a SQLAlchemy URL. Raises SettingsError if the URL is malformed."""
+def engine_of(url: str) -> Engine:
+    """Make a SQLAlchemy engine for *url*. Raises SettingsError if the driver is missing."""
     try:
-        return make_url(url)
+        place = make_url(url).difference_update_query(["native_delay_prefix"])
     except (exc.ArgumentError, ValueError) as error:
         raise SettingsError(
             f"expected native_delay_store to be a URL of SQLAlchemy such as "
             f"sqlite:////var/lib/shop/delays.db, got {without_password(url)!r}"
         ) from error
-
-
-def engine_of(url: str) -> Engine:
-    """Make a SQLAlchemy engine for *url*. Raises SettingsError if the driver is missing."""
-    place = parsed(url).difference_update_query(["native_delay_prefix"])
     try:
         if place.get_backend_name() == "sqlite":
             engine = _sqlite(place)
@@ -86,54 +81,6 @@ def engine_of(url: str) -> Engine:
             f"native_delay_store {without_password(url)!r} cannot be used: {error}"
         ) from error
     return naming_tables(engine, table_prefix_of(url) or TABLE_PREFIX)
-
-
-_TABLE_NAMES = re.compile(rf"\b{TABLE_PREFIX}(?=(task|record)\b)")
-
-
-def table_name(prefix: str, name: str) -> str:
-    """Return the name of a table or an index as it begins with *prefix*."""
-    return prefix + name.removeprefix(TABLE_PREFIX)
-
-
-def other_prefix(mine: str, names: Iterable[str]) -> str | None:
-    """Return another prefix than *mine* with which a store's tables are among *names*."""
-    both = set(names)
-    prefixes = sorted(name.removesuffix("task") for name in both if name.endswith("task"))
-    ours = (each for each in prefixes if is_table_prefix(each) and f"{each}record" in both)
-    return next((each for each in ours if each != mine), None)
-
-
-def naming_tables(place: T, prefix: str) -> T:
-    """Let statements on *place*, an engine or a connection, name our tables with *prefix*.
-
-    Our statements are made once, for the tables' usual names. They have no values, which are
-    parameters.
-    """
-    if prefix != TABLE_PREFIX:
-        event.listen(place, "before_cursor_execute", _names(prefix), retval=True)
-    return place
-
-
-@cache
-def _names(prefix: str) -> Callable[..., tuple[str, Any]]:
-    def name(
-        connection: Any, cursor: Any, statement: str, parameters: Any, context: Any, many: bool
-    ) -> tuple[str, Any]:
-        return _TABLE_NAMES.sub(prefix, statement), parameters
-
-    return name
-
-
-@contextmanager
-def tables_named(connection: Connection, prefix: str) -> Iterator[None]:
-    """Let *connection*, which is the user's, name our tables with *prefix* in a ``with`` block."""
-    naming_tables(connection, prefix)
-    try:
-        yield
-    finally:
-        if prefix != TABLE_PREFIX:
-            event.remove(connection, "before_cursor_execute", _names(prefix))
 
 
 def _of_servers(place: URL) -> dict[str, Any]:
@@ -231,32 +178,127 @@ def _identity(file: Path) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
-class Database(ABC):
+class Database:
     """A thread-safe connection pool for a database; creates missing tables on first use."""
 
-    tables: MetaData
-
-    def __init__(self, url: str, engine: Engine | None = None) -> None:
+    def __init__(self, url: str, *, timeout_seconds: float, engine: Engine | None = None) -> None:
         self.url = url
         self.where = without_password(url)
         self.table_prefix = table_prefix_of(url) or TABLE_PREFIX
+        self.tables = schema(self.table_prefix)
         self.engine = engine or engine_of(url)
+        self.is_file = self.engine.dialect.name == "sqlite"
         #: True once the tables were created or found.
         self.is_ready = False
+        #: None for SQLite, whose own time limit is enough.
+        self._within = None if self.is_file else Within(timeout_seconds, rolls_back=True)
 
-    @abstractmethod
-    def _unavailable(self, reason: str) -> NativeDelayError:
-        """Convert the driver's error message *reason* to an exception of this package."""
+    def prepare(self) -> None:
+        if not self.is_ready:
+            self.do(lambda connection: None)
+
+    def close(self) -> None:
+        self.engine.dispose()
+
+    def users(self) -> UsersTransaction | None:
+        return transaction_with(self)
+
+    @contextmanager
+    def joining(self, session: Any) -> Iterator[None]:
+        self.prepare()
+        transaction = SessionTransaction(session, self.engine.dialect.name, self.table_prefix)
+        with joined(self, transaction), transaction.watched():
+            yield
 
     def do(self, work: Callable[[Connection], T]) -> T:
         """Call the function *work* in a transaction, which is repeated after a conflict."""
-        return self._tried(self.engine.begin, work)
+        if (users := self.users()) is not None:
+            return users.do(work)
+        return self._in_time(lambda: self._tried(self.engine.begin, work))
+
+    def do_soon(self, work: Callable[[Connection], T]) -> T:
+        """Call *work* as :meth:`do` does; fail soon if another session has locked its row.
+
+        If this process is cut off or frozen meanwhile, it keeps no row locked for long.
+        """
+        if self.users() is not None:  # the user's transaction has limits of its own
+            return self.do(work)
+
+        def limited(connection: Connection) -> T:
+            limit_waits(connection)
+            return work(connection)
+
+        return self.do(limited)
 
     def look_up(self, work: Callable[[Connection], T]) -> T:
         """Call the function *work* in a read-only transaction, and return the result."""
-        return self._tried(lambda: self.engine.connect().execution_options(**{READS: True}), work)
+        if (users := self.users()) is not None:
+            return users.do(work)
 
-    def make_tables(self) -> None:
+        def connect() -> Connection:
+            return self.engine.connect().execution_options(**{READS: True})
+
+        return self._in_time(lambda: self._tried(connect, work))
+
+    def _in_time(self, call: Callable[[], T]) -> T:
+        if self._within is None:
+            return call()
+        try:
+            return self._within(call)
+        except TimeoutError as error:
+            raise self._unavailable(str(error)) from error
+
+    def _unavailable(self, reason: str) -> NativeDelayError:
+        return StoreUnavailable(f"the store at {self.where} does not work: {reason}")
+
+    def is_made(self) -> bool:
+        """Return True if the tables exist. This call creates nothing, not even SQLite's file."""
+        return self._inspected(lambda seen: all(map(seen.has_table, self.tables.tables)), False)
+
+    def table_names(self) -> list[str]:
+        """Return the names of the tables in the database."""
+        return self._inspected(lambda seen: seen.get_table_names(), [])
+
+    def _inspected(self, question: Callable[[Inspector], T], without_file: T) -> T:
+        path = Path((self.engine.url.database or "").removeprefix("file:").partition("?")[0])
+        if self.is_file and not path.exists():
+            return without_file
+
+        def inspected() -> T:
+            with self.explained(), self.engine.connect() as connection:
+                return question(inspect(connection))
+
+        return self._in_time(inspected)
+
+    def not_made(self) -> tuple[str, str]:
+        """Return the problem and the remedy if the tables do not exist."""
+        problem = f"{self.where} has no tables {' and '.join(self.tables.tables)}"
+        prefix = other_prefix(self.table_prefix, self.table_names())
+        if prefix is None:
+            return problem, self._way_to_tables
+        return f"{problem}, but {prefix}task and {prefix}record", (
+            f'rename those, or set {self._prefix_setting} to "{prefix}" again, in workers and '
+            f"producers"
+        )
+
+    _prefix_setting = "native_delay_prefix in the URL"
+
+    _way_to_tables = (
+        "start a worker or run `celery -A PROJ delay declare`, which make them, or correct "
+        "native_delay_store, in workers and producers"
+    )
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Turn database errors in a ``with`` block into this package's exceptions."""
+        try:
+            yield
+        # SQLite's BEGIN runs on the driver's connection, so its errors are not SQLAlchemy's.
+        except (exc.SQLAlchemyError, self.engine.dialect.loaded_dbapi.Error) as error:
+            said = str(getattr(error, "orig", None) or error).strip() or type(error).__name__
+            raise self._unavailable(said.splitlines()[0]) from error
+
+    def _make_tables(self) -> None:
         with self.engine.begin() as connection:
             seen = inspect(connection)
             made = list(filter(seen.has_table, self.tables.tables))
@@ -274,15 +316,6 @@ class Database(ABC):
             logger.warning(told, self.where, other)
         self.is_ready = True
 
-    @contextmanager
-    def explained(self) -> Iterator[None]:
-        """Turn database errors in a ``with`` block into this package's exceptions."""
-        try:
-            yield
-        # SQLite's BEGIN runs on the driver's connection, so its errors are not SQLAlchemy's.
-        except (exc.SQLAlchemyError, self.engine.dialect.loaded_dbapi.Error) as error:
-            raise self._unavailable(reason_of(error)) from error
-
     def _tried(
         self, connect: Callable[[], AbstractContextManager[Connection]], work: Callable[[Any], T]
     ) -> T:
@@ -291,7 +324,7 @@ class Database(ABC):
                 began = monotonic()
                 try:
                     if not self.is_ready:
-                        self.make_tables()
+                        self._make_tables()
                     with connect() as connection:
                         result = work(connection)
                         before_commit()
@@ -302,9 +335,3 @@ class Database(ABC):
                     if not tries_left or is_slow or error.connection_invalidated:
                         raise
         raise AssertionError("unreachable")
-
-
-def reason_of(error: BaseException) -> str:
-    """Return the first line of a database driver's error message."""
-    said = str(getattr(error, "orig", None) or error).strip()
-    return said.splitlines()[0] if said else type(error).__name__

@@ -1,4 +1,4 @@
-"""Messages on SQS: kombu's payload, our entries in delay queues, and the delay queues."""
+"""Messages on SQS: payloads and entries, delay queues, and the hops of a long delay."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from celery_native_delay.transports.sqs.entry import (
     check_size,
     opened,
 )
+from celery_native_delay.transports.sqs.hops import Reception, seconds_up
 from celery_native_delay.transports.sqs.queues import (
-    advice,
     attributes_of,
     can_delay,
     delay_queue_of,
@@ -114,9 +114,6 @@ def test_a_delay_queue_that_we_create_passes_our_checks() -> None:
     assert good()["DelaySeconds"] == "900"
     assert good()["MessageRetentionPeriod"] == str(14 * 86400)
     assert mismatches("jobs-delay.fifo", good()) == []
-    assert advice("jobs-delay.fifo", good()) == []
-    (better,) = advice("jobs-delay.fifo", good(FifoThroughputLimit="perQueue"))
-    assert "takes 300 requests a second" in better.problem
 
 
 @pytest.mark.parametrize(
@@ -177,3 +174,60 @@ def test_on_sqs_a_command_waits_seconds_for_an_answer_and_the_relay_a_long_poll(
     relay._leave_room(connection, 1)
     config = connection.transport_options["client-config"]
     assert config["read_timeout"] > relay.LONG_POLL_SECONDS
+
+
+# ---- hops ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("ms", "seconds"), [(-5, 0), (0, 0), (1, 1), (1000, 1), (1001, 2)])
+def test_a_delay_is_rounded_up_to_whole_seconds(ms: int, seconds: int) -> None:
+    assert seconds_up(ms) == seconds
+
+
+delays_ms = st.integers(0, 10 * 365 * 86_400_000)
+
+
+@given(
+    delay_ms=delays_ms,
+    sent_ms=st.integers(0, 2**45),
+    waited_ms=st.integers(0, 2**40),
+    again_ms=st.integers(0, 2**40),
+    receive_count=st.integers(1, 9),
+)
+def test_the_remaining_delay_is_never_shorter_than_by_the_brokers_clock(
+    delay_ms: int, sent_ms: int, waited_ms: int, again_ms: int, receive_count: int
+) -> None:
+    """This holds for a message that was received before.
+
+    The broker dates its answers in whole seconds.
+    """
+    first_ms = sent_ms + waited_ms
+    truly_ms = first_ms if receive_count == 1 else first_ms + again_ms
+    reception = Reception(sent_ms, first_ms, receive_count, truly_ms // 1000 * 1000)
+    found_ms = reception.left_ms(delay_ms)
+    exact_ms = delay_ms - (truly_ms - sent_ms)
+    assert 0 <= found_ms - exact_ms < 1000
+    if receive_count == 1:
+        assert found_ms == exact_ms
+
+
+@pytest.mark.parametrize(
+    ("received_after_seconds", "again_after_seconds", "home"),
+    [
+        (900, None, False),  # 901 s are left
+        (901, None, True),  # 900
+        (900, 30, False),  # 871 s, but a worker has put it back already
+        (900, 299, False),
+        (900, 301, True),  # the put-back is forgotten by now
+        (7200, None, True),  # no relay ran for hours
+    ],
+)
+def test_a_repeated_send_takes_the_same_way_as_the_first(
+    received_after_seconds: int, again_after_seconds: int | None, home: bool
+) -> None:
+    first_ms = received_after_seconds * 1000
+    count, now_ms = (1, 0)
+    if again_after_seconds is not None:
+        count, now_ms = 2, first_ms + again_after_seconds * 1000
+    reception = Reception(0, first_ms, count, now_ms)
+    assert reception.is_last_hop(1_801_000) == home

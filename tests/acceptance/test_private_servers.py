@@ -1,14 +1,18 @@
-"""Private Redis and Valkey: sockets, TLS, restarts, errors; and nothing is left behind."""
+"""Private Redis, Valkey and SQS, with their processes and ports; and nothing is left behind."""
 
 from __future__ import annotations
 
+import signal
+import socket
+import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from kombu import Connection
 from kombu.exceptions import OperationalError
-from redis.exceptions import ConnectionError as NotThere
 
 from celery_native_delay.testing import (
     BrokerFailed,
@@ -18,11 +22,79 @@ from celery_native_delay.testing import (
     private_redis,
     require_redis,
 )
+from celery_native_delay.testing.processes import KeptServer, claim_ports, port_of
 from celery_native_delay.testing.redis import ServerName
+from example_project.private_sqs import private_sqs, require_sqs
 from pytest_celery_native_delay import installed
 from tests.brokers import in_ci, self_signed_certificate
 from tests.processes import assert_nothing_left_when_killed, processes_of
 from tests.waiting import PATIENCE_SECONDS, wait_until
+
+# ---- processes -------------------------------------------------------------------------------
+
+
+def test_a_claimed_port_is_claimed_once() -> None:
+    """Two processes claim hundreds of ports each, and never the same one."""
+    program = (
+        "import sys\n"
+        "from celery_native_delay.testing.processes import claim_ports, port_of\n"
+        "claims = claim_ports(400)\n"
+        "print(*map(port_of, claims), flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None
+        theirs = {int(port) for port in other.stdout.readline().split()}
+        claims = claim_ports(400)
+        ours = {port_of(claim) for claim in claims}
+        assert len(theirs) == len(ours) == 400
+        assert ours.isdisjoint(theirs)
+        socket.create_server(("127.0.0.1", port_of(claims[0]))).close()
+        for claim in claims:
+            claim.close()
+        other.kill()
+
+
+@pytest.fixture
+def keeping(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[KeptServer]:
+    server = KeptServer("The sleeper", ["sh", "-c", request.param], home=tmp_path, temporary=False)
+    yield server
+    server.close()
+
+
+@pytest.mark.parametrize("keeping", ["echo no disk; exit 3"], indirect=True)
+def test_a_server_that_ends_at_its_start_shows_the_end_of_its_log(keeping: KeptServer) -> None:
+    with pytest.raises(BrokerFailed, match=r"(?s)The sleeper ended with code 3 .*no disk"):
+        keeping.start(lambda: False, within_seconds=30)
+    assert keeping.pid is None
+
+
+@pytest.mark.parametrize("keeping", ["echo still loading; exec sleep 600"], indirect=True)
+def test_a_server_that_starts_too_slowly_is_ended(keeping: KeptServer) -> None:
+    with pytest.raises(BrokerFailed, match=r"(?s)did not start within 2 s.*still loading"):
+        keeping.start(lambda: False, within_seconds=2)
+    assert keeping.pid is None
+
+
+@pytest.mark.parametrize("keeping", ["trap '' TERM; while :; do sleep 0.1; done"], indirect=True)
+def test_a_server_that_does_not_stop_is_killed(keeping: KeptServer) -> None:
+    keeping.start(lambda: True, within_seconds=30)
+    keeping.end(signal.SIGTERM, within_seconds=0.5)
+    assert keeping.pid is None
+
+
+def test_a_companion_process_ends_with_its_server(tmp_path: Path) -> None:
+    companion = ["sh", "-c", "while :; do sleep 0.1; done", tmp_path.name]
+    keeping = KeptServer("The server", ["true"], home=tmp_path, companion=companion)
+    wait_until(lambda: processes_of(tmp_path.name) != [])
+    keeping.close()
+    assert not tmp_path.exists()
+    wait_until(lambda: processes_of(tmp_path.name) == [])
+
+
+# ---- Redis -----------------------------------------------------------------------------------
 
 
 def send(url: str, text: str) -> None:
@@ -65,20 +137,6 @@ def test_without_a_port_the_server_listens_only_on_its_socket(server_name: Serve
         assert receive(redis.url) == "hello"
 
 
-def test_data_survives_kill_and_stop(server_name: ServerName) -> None:
-    with private_redis(server=server_name) as redis:
-        port = redis.port
-        send(redis.url, "kept")
-        for end in (redis.kill, redis.stop):
-            end()
-            assert redis.pid is None
-            with pytest.raises(NotThere, match=r"refused|No such file"):
-                redis.client.ping()
-            redis.start()
-            assert redis.port == port
-        assert receive(redis.url) == "kept"
-
-
 @pytest.mark.ci
 def test_a_tls_client_needs_the_certificate(tmp_path: Path) -> None:
     installed(require_redis, "redis")
@@ -88,11 +146,6 @@ def test_a_tls_client_needs_the_certificate(tmp_path: Path) -> None:
         assert receive(redis.url) == "secret"
         with pytest.raises(OperationalError, match="certificate verify failed"):
             send(redis.url.split("?")[0] + "?ssl_cert_reqs=required", "secret")
-
-
-def test_configuration_is_passed_on(server_name: ServerName) -> None:
-    with private_redis(server=server_name, config="maxmemory 3mb") as redis:
-        assert redis.client.config_get("maxmemory") == {"maxmemory": "3145728"}
 
 
 def test_a_server_that_cannot_start_says_why(server_name: ServerName) -> None:
@@ -154,22 +207,6 @@ def test_a_missing_server_says_what_to_install(
         require_redis(embedded=True)
 
 
-def test_wrong_arguments_are_refused_before_a_server_starts() -> None:
-    with pytest.raises(ValueError, match=r"expected server to be .*'reddis'"):
-        require_redis("reddis")  # type: ignore[arg-type]
-
-
-def test_without_redis_py_it_says_what_to_install(
-    server_name: ServerName, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "redis", None)
-    with (
-        pytest.raises(BrokerMissing, match=r"redis-py .*'celery_native_delay\[redis\]'"),
-        private_redis(server=server_name),
-    ):
-        pass
-
-
 class TestEmbedded:
     @pytest.fixture(autouse=True)
     def wheel(self) -> None:
@@ -191,3 +228,37 @@ class TestEmbedded:
             send(broker.url, "hello")
             assert receive(broker.url) == "hello"
         assert not folder.exists()
+
+
+# ---- SQS -------------------------------------------------------------------------------------
+
+
+@pytest.mark.ci
+def test_concurrent_consumers_get_different_messages() -> None:
+    """Plain moto would give the same message to both consumers."""
+    installed(require_sqs)
+    with private_sqs() as sqs:
+        url = sqs.client.create_queue(QueueName="jobs")["QueueUrl"]
+        received: list[str] = []
+
+        def receive() -> None:
+            for _ in range(10):
+                answer = sqs.client.receive_message(QueueUrl=url, WaitTimeSeconds=2)
+                received.extend(message["Body"] for message in answer.get("Messages", []))
+
+        threads = [Thread(target=receive) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for number in range(40):
+            sqs.client.send_message(QueueUrl=url, MessageBody=str(number))
+        for thread in threads:
+            thread.join()
+        assert sorted(received, key=int) == [str(number) for number in range(40)]
+
+
+@pytest.mark.ci
+def test_the_sqs_server_ends_when_the_test_process_is_killed() -> None:
+    installed(require_sqs)
+    assert_nothing_left_when_killed(
+        "private_sqs()", "broker.folder", module="example_project.private_sqs"
+    )
