@@ -21,13 +21,14 @@ from ..errors import (
     DelayTooLong,
     InvalidDueTime,
     InvalidQuery,
+    NativeDelayError,
     SettingsError,
     StoreUnavailable,
 )
 from ..keyed.record import name_of as name_of_key
 from ..keyed.rules import is_far, keep
 from ..now import time_ns
-from ..rates.line import Asked, Line, RateLine, places_in
+from ..rates.line import Asked, Line, RateLine, name_of, places_in
 from ..rates.rate import Rate, key_text
 from ..records import waiting
 from ..records.interface import TRIES
@@ -49,6 +50,7 @@ from .holds import HoldCalls, Progress
 from .installation import ask_broker, checked_app, installed
 from .keyed import KeyedCalls, KeyKind, revoke_result
 from .schedules import Schedules
+from .story import story
 from .updating import edit_of
 
 T = TypeVar("T")
@@ -109,12 +111,24 @@ class Delay(HoldCalls, KeyedCalls):
         _check_count("limit", limit, least=0)
         _check_count("offset", offset, least=0)
         query = _query(search)
-        return self._ask(lambda found: found.page(query, offset=offset, limit=limit))
+        page = self._ask(lambda found: found.page(query, offset=offset, limit=limit))
+        return WaitingPage(tuple(self._with_holds(page.tasks)), page.total)
 
     def show(self, task_id: TaskId) -> list[Waiting]:
         """Return the waiting messages of a task: usually one, none if the task is not waiting."""
         one = _id_of(task_id)
-        return self._ask(lambda found: list(found.get(one)))
+        return self._with_holds(self._ask(lambda found: found.get(one)))
+
+    def story(self, task_id: TaskId) -> list[str]:
+        """Describe a task in sentences: where it is, and why it waits.
+
+        For a task that is not waiting: the worker that has it, its result, or where it may be. This
+        asks all workers, which takes a second.
+        """
+        one = _id_of(task_id)
+        tasks, taken = self._ask(lambda found: (found.get(one), bool(found.taken([one]))))
+        lines = self.rates(limit=_MOST_LINES) if any(task.place for task in tasks) else []
+        return story(self._app, one, self._with_holds(tasks), lines=lines, taken=taken)
 
     def ids(self, search: str | Query = "", *, limit: int | None = None) -> list[str]:
         """Return up to *limit* ids (None: all) of tasks that match *search*, earliest first."""
@@ -244,6 +258,19 @@ class Delay(HoldCalls, KeyedCalls):
         }
 
         return sum(map(bool, self._move(due, lambda task: _or_now(due[task.id])))) if due else 0
+
+    def _with_holds(self, tasks: Sequence[Waiting]) -> list[Waiting]:
+        """Return *tasks*; if ``RetryAfter`` delays a task, its due time is the pause's end."""
+        until_us: dict[str, int] = {}
+        if any(task.place for task in tasks):
+            with suppress(NativeDelayError):  # then show the due times of the messages
+                for line in self.rates(limit=_MOST_LINES):
+                    until_us[name_of(line.task, line.key)] = line.held_until_us or 0
+        return [
+            replace(task, due_us=max(task.due_us, *(until_us.get(line, 0) for line in lines), 0))
+            for task in tasks
+            for lines in [places_in(task.place)]
+        ]
 
     # --- changing ------------------------------------------------------------------------
 

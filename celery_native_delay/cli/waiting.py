@@ -132,21 +132,26 @@ def _in_broker(ctx: click.Context) -> int:
 @click.argument("ids", type=task_id, nargs=-1, required=True, metavar="ID...")
 @as_json_option
 def show_tasks(ctx: click.Context, ids: tuple[str, ...], as_json: bool) -> None:
-    """Show waiting tasks by ID.
+    """Show tasks by ID: where each one waits and why, or how it ended.
 
     If one of the tasks is not waiting, the exit status is 1. For one ID, --json prints an object;
     for several IDs a list of objects, in the order of the IDs. If several messages with one ID
     wait, the object is the message with the earliest due time, and `others` lists the other
-    messages. `waits` is false if the task is not waiting.
+    messages. `story` has the sentences, and `waits` is false if the task is not waiting.
     """
     delay = delay_of(ctx)
     found = {task_id: sorted(delay.show(task_id), key=attrgetter("due_us")) for task_id in ids}
+    stories = {task_id: delay.story(task_id) for task_id in found}
     if as_json:
-        objects = [_as_object(each, found[each]) for each in ids]
+        objects = [_as_object(each, found[each]) | {"story": stories[each]} for each in ids]
         print_json(objects[0] if len(ids) == 1 else objects)
     else:
         now = datetime.now(UTC)
-        click.echo("\n\n".join(_text_of(ctx, *each, now) for each in found.items()))
+        texts = []
+        for each, tasks in found.items():
+            known = "\n".join(f"- {printable(said)}" for said in stories[each])
+            texts.append(f"{_text_of(ctx, each, tasks, now)}\n{known}")
+        click.echo("\n\n".join(texts))
     ctx.exit(0 if all(found.values()) else 1)
 
 
@@ -307,8 +312,7 @@ def _said(ctx: click.Context, outcome: Outcome) -> str:
 
 def _text_of(ctx: click.Context, task_id: str, tasks: list[Waiting], now: datetime) -> str:
     if not tasks:
-        ways = "`inspect query_task`, `result` and `delay parked list`"
-        return f"{printable(task_id)}: nothing waits under this id; see {ways}"
+        return f"{printable(task_id)}: nothing waits under this id"
     return "\n\n".join("\n".join(_fields(ctx, task, now)) for task in tasks)
 
 

@@ -74,6 +74,7 @@ HANDLERS = [
     url(r"/delays/summary", pages.Summary, name="delays-summary"),
     url(r"/delays/datatable", pages.DataTable, name="delays-datatable"),
     url(r"/delays/parked", pages.ParkedHandler, name="delays-parked"),
+    url(r"/delays/story", pages.Story, name="delays-story"),
     url(r"/delays/ids", pages.MatchingIds, name="delays-ids"),
     url(r"/delays/rates", pages.PageHandler, {"name": "rates"}, name="rates"),
     url(r"/delays/rates/lines", pages.LinesHandler, name="delays-lines"),

@@ -294,6 +294,14 @@ def long_json(answer: dict[str, Any], name: str, items: Iterable[Any]) -> bytes:
     return text.encode()
 
 
+class Story(Errors):
+    @web.authenticated
+    async def get(self) -> None:
+        """Send sentences about the task ``id``: where it is, and why it waits."""
+        task_id = self.get_argument("id")
+        self.write({"story": await self.asking.delay(lambda delay: delay.story(task_id))})
+
+
 class MatchingIds(Errors):
     @web.authenticated
     async def get(self) -> None:

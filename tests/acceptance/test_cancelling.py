@@ -159,6 +159,24 @@ def test_exactly_the_hundred_cancelled_of_a_thousand_tasks_do_not_run(
     assert fleet.depth("default") == 0
 
 
+def test_a_task_tells_its_story_from_its_wait_to_its_end(fleet: Fleet) -> None:
+    """Who sent it, where it waits, what is wrong; which worker has it; how it ended."""
+    app = fleet.app()
+    delay = Delay(app)
+    failing = app.send_task("hold", ("no number",), countdown=1, task_id="failing")
+    sender, waits = delay.story("failing")[:2]
+    assert sender.startswith("sent by gen")
+    assert (" for the queue default, due in " in waits) != ("due since" in waits)
+    wait_until(lambda: any("promotes" in said for said in delay.story("failing")))
+    fleet.worker(name="first")
+    wait_until(failing.ready)
+    assert delay.story("failing")[-1].startswith("its result is FAILURE at 20")
+    app.send_task("hold", (3 * WAIT_SECONDS,), task_id="running")
+    wait_until(lambda: "has it: active since 20" in " ".join(delay.story("running")))
+    assert "the worker first-" in " ".join(delay.story("running"))
+    assert "not found. It may be" in delay.story("unknown")[0]
+
+
 def test_a_rescheduled_task_runs_once_at_the_last_accepted_time(fleet: Fleet) -> None:
     """Rescheduled earlier, later, twice, and at the moment when it becomes due."""
     app = fleet.app()

@@ -249,6 +249,11 @@ def test_times_show_their_zone(delay: Delay, chrome: Chrome, flower: FlowerProce
     page.click(".delays-bar")
     page.wait(lambda: page.text("#delays-filter-text").count(" CEST") == 2)
 
+    page.click("tbody tr:first-child [data-why]")
+    page.wait(lambda: "waits in" in page.text("#delays-story-list"))
+    assert UUID in page.text("#delays-story-title")
+    page.click("#delays-story-dialog .btn-close")
+    page.wait(lambda: not page.dialog_is_open("#delays-story-dialog"))
     page.choose("tbody tr:first-child", "[data-one=reschedule]")
     page.question()
     assert page.text("#delays-when-help").endswith("in Europe/Berlin.")

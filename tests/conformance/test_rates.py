@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from celery_native_delay import Delay, Rate
+from celery_native_delay import Delay, Rate, Waiting
 from celery_native_delay.keyed.record import HEADER as UNIQUE
 from celery_native_delay.keyed.record import LOCKS
 from celery_native_delay.message import HEADER, ONCE
@@ -288,6 +288,32 @@ def test_one_worker_starts_the_tasks_of_a_rate_in_order(fleet: Fleet) -> None:
         at = bisect(in_order, number)
         in_order[at : at + 1] = [number]
     assert len(order) - len(in_order) <= 5, order
+
+
+@in_both_stores
+def test_tasks_behind_a_retry_after_are_shown_due_when_it_ends(fleet: Fleet) -> None:
+    """Although their messages come back to the worker before."""
+    rates = {"native_delay_rates": {"turned_away": "4/m"}}
+    app = fleet.app(**rates)
+    for _ in range(4):
+        app.send_task("turned_away", (60.0,))
+    fleet.worker(concurrency=1, **rates)
+    delay = Delay(app)
+
+    wait_until(lambda: [line for line in delay.rates() if line.held_until_us] or None)
+    held_until_us = delay.rates()[0].held_until_us
+    assert held_until_us is not None
+
+    def in_line() -> list[Waiting] | None:
+        tasks = [task for task in delay.ls() if task.place]
+        return tasks if len(tasks) >= 3 else None
+
+    tasks = wait_until(in_line)
+    assert all(task.due_us >= held_until_us for task in tasks)
+    assert delay.show(tasks[0].id)[0].due_us >= held_until_us
+    (limit,) = (said for said in delay.story(tasks[0].id) if said.startswith("limited by"))
+    assert limit.startswith("limited by turned_away 4/m, ")
+    assert " wait, held until 20" in limit
 
 
 @in_order

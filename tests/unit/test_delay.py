@@ -227,11 +227,17 @@ def test_anything_but_an_app_is_refused(made: Callable[[Any], Any]) -> None:
 
 def test_the_error_for_a_keyword_with_the_prefix_says_to_leave_the_prefix_out() -> None:
     app = Celery("shop", broker="memory://", set_as_current=False)
-    with pytest.raises(SettingsError, match="without their prefix here, got native_delay_store$"):
+    with pytest.raises(SettingsError) as refused:
+        install(app, native_delay_schedules=31)
+    assert str(refused.value) == (
+        "expected settings without their prefix here, got native_delay_schedules: write "
+        "schedules=31"
+    )
+    with pytest.raises(SettingsError, match=r"write store=…$"):
         install(app, native_delay_store="redis://:secret@localhost")
     with pytest.raises(SettingsError, match="unknown setting native_delay_delcare; did you mean"):
         install(app, native_delay_delcare=31)
-    with pytest.raises(SettingsError, match="without their prefix here, got native_delay_declare"):
+    with pytest.raises(SettingsError, match="got native_delay_declare: write declare=False"):
         settings_from_option({"native_delay_declare": False})
 
 

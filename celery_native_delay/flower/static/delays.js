@@ -248,6 +248,16 @@
         }).fail(function (xhr) { toast(sayWhy(xhr), "danger"); });
     }
 
+    function showStory(task) {
+        $.getJSON(urls.story, {id: task.id}).done(function (answer) {
+            byId("story-title").innerHTML = isolated(task.name || "(no task)") + " " + isolated(task.id);
+            $(byId("story-list")).empty().append(answer.story.map(function (said) {
+                return $("<li>").text(shared.visible(said));
+            }));
+            bootstrap.Modal.getOrCreateInstance(byId("story-dialog")).show();
+        }).fail(function (xhr) { toast(sayWhy(xhr), "danger"); });
+    }
+
     function showRange() {
         $(byId("filter")).toggleClass("d-none", range === null);
         $(byId("filter-text")).html(range ? "Due from " + timeTag(range[0]) + " until " + timeTag(range[1]) : "");
@@ -346,7 +356,9 @@
                 var prefix = $("#url_prefix").val();
                 prefix = prefix ? "/" + prefix.replace(/^\/+|\/+$/g, "") : "";
                 return '<a href="' + prefix + "/task/" + encodeURIComponent(id) + '" title="' +
-                    escapeHtml(id) + '"><code><bdi>' + escapeHtml(id) + "</bdi></code></a>";
+                    escapeHtml(id) + '"><code><bdi>' + escapeHtml(id) + "</bdi></code></a>" +
+                    ' <button type="button" class="btn btn-sm btn-link p-0" data-why aria-label="What is known of ' +
+                    escapeHtml(id) + '">why?</button>';
             }
         }, {
             data: "args", className: "delays-args",
@@ -653,6 +665,9 @@
         });
         $("[data-change]").on("click", function () {
             ask(this.dataset.change, new Map(allMatch || selected));
+        });
+        $("#delays-table").on("click", "[data-why]", function () {
+            showStory(table.row($(this).closest("tr")).data());
         });
         $("#delays-table").on("click", "[data-one]", function () {
             var task = table.row($(this).closest("tr")).data();
