@@ -45,8 +45,8 @@ def scheduler_class(app: Any) -> Any:
             raise SettingsError(
                 f"expected a beat_scheduler whose entries can be read at any time, got {named!r}: "
                 f"{each.__qualname__} lists only due entries, or none. Move these entries to "
-                f"beat_schedule or to `delay schedules add`, and remove this setting; or run its "
-                f"beat and remove native_delay_schedules"
+                f"beat_schedule, or remove this setting and import them once (`delay schedules "
+                f"import redbeat`), or run its beat and remove native_delay_schedules"
             )
     # The scheduler of plain Celery also writes a file, which only beat needs.
     return SettingsScheduler if issubclass(chosen, PersistentScheduler) else _reading_all(chosen)

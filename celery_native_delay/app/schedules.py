@@ -161,17 +161,11 @@ class Schedules:
             CannotDelay: JSON cannot hold the schedule or an argument.
         """
         when, zone = self._parsed(schedule)
-        lists = list(args), dict(kwargs or {}), dict(options or {})
-        entry = ScheduleEntry(name, task, when, zone, *lists)
-        self._check_stored(entry)
-        ((_, state),) = self._states((name,))
-        taken = f"expected a new name, got {name!r}"
-        if name in {*self._of_code(), *self._read_entries()}:
-            raise SettingsError(f"{taken}: the app's code has this entry")
-        if state is not None and name in self._added():
-            raise SettingsError(f"{taken}: change or remove this entry")
-        self._note_added(name)
-        self._change(name, lambda state, now_us: planned(state, entry, now_us))
+        self.add_entry(
+            ScheduleEntry(
+                name, task, when, zone, list(args), dict(kwargs or {}), dict(options or {})
+            )
+        )
 
     def change(
         self,
@@ -232,6 +226,26 @@ class Schedules:
         return len(names)
 
     # --- for workers and checks ----------------------------------------------------------
+
+    def add_entry(self, entry: ScheduleEntry, *, is_paused: bool = False) -> None:
+        """Add *entry*; errors as in :meth:`add`."""
+        if (reason := self.why_not(entry)) is not None:
+            raise SettingsError(reason)
+        self._note_added(entry.name)
+        self._change(
+            entry.name,
+            lambda state, now_us: planned(state or State("", paused=is_paused), entry, now_us),
+        )
+
+    def why_not(self, entry: ScheduleEntry) -> str | None:
+        """Return why the name of *entry* is taken, or None; raise if the entry itself is wrong."""
+        self._check_stored(entry)
+        ((_, state),) = self._states((entry.name,))
+        if entry.name in {*self._of_code(), *self._read_entries()}:
+            return f"expected a new name, got {entry.name!r}: the app's code has this entry"
+        if state is not None and entry.name in self._added():
+            return f"expected a new name, got {entry.name!r}: change or remove this entry"
+        return None
 
     def publish(self) -> None:
         """Publish messages of new and changed schedule entries, and replace lost messages.

@@ -1,4 +1,4 @@
-"""The commands ``delay schedules``: list, pause, run, add, change and remove entries."""
+"""The commands ``delay schedules``: list, pause, run, add, change, remove and import entries."""
 
 from __future__ import annotations
 
@@ -121,6 +121,30 @@ def remove(ctx: click.Context, name: str, force: bool, as_json: bool) -> None:
     if not force:
         confirm(f"Remove the schedule entry {name}?")
     _changed(ctx, "remove", name, as_json, "removed")
+
+
+@command(group=schedules, name="import")
+@click.argument("source", type=click.Choice(["redbeat", "django-celery-beat"]))
+@click.option("--dry-run", is_flag=True, help="Only show what would be imported.")
+@as_json_option
+def import_(ctx: click.Context, source: str, dry_run: bool, as_json: bool) -> None:
+    """Add the entries that RedBeat or django-celery-beat keep, once. Nothing is removed there.
+
+    Entries whose name is already known are left out, so the command may be repeated.
+    """
+    from ..app.importing import imported
+
+    found = imported(ctx.obj.app, delay_of(ctx).schedules(), source, dry_run=dry_run)
+    done = "would be added" if dry_run else "added"
+    rows = [
+        (each.name, each.task, each.schedule, each.problem or done + " paused" * each.is_paused)
+        for each in found
+    ]
+    count = sum(each.problem is None for each in found)
+    text = f"{count} of {len(found)} schedule entries of {source} {done}"
+    shown = table(("name", "task", "schedule", "outcome"), rows) + "\n" if rows else ""
+    entries = [each._asdict() for each in found]
+    say(as_json, {"count": count, "dry_run": dry_run, "entries": entries}, shown + text)
 
 
 @contextmanager

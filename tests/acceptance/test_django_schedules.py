@@ -153,6 +153,33 @@ def test_an_entry_that_another_process_makes_runs_and_is_counted(site: Site) -> 
     wait_until(lambda: site.asks(counted) == (True,))
 
 
+def test_entries_are_imported_from_its_tables(quiet_site: Site) -> None:
+    """An app that reads no tables any more takes them over once; what cannot be says why."""
+    told = quiet_site.run(
+        entry("tick")
+        + ";"
+        + entry("off", enabled="False")
+        + ";"
+        + clocked("once", 86_400)
+        + "\napp.main = 'other'; app.conf.beat_scheduler = 'celery.beat:PersistentScheduler'\n"
+        "from celery_native_delay import Delay\n"
+        "from celery_native_delay.app.importing import imported\n"
+        "schedules = Delay(app).schedules()\n"
+        "for dry_run in (True, False, False):\n"
+        "    found = imported(app, schedules, 'django-celery-beat', dry_run=dry_run)\n"
+        "    print([each.name for each in found if each.problem is None])\n"
+        "print(sorted((each.name, each.schedule, each.is_paused) for each in schedules))\n"
+        "schedules.remove_all()\n"
+        "PeriodicTask.objects.all().delete()"
+    )
+    assert told.splitlines() == [
+        "['off', 'tick']",
+        "['off', 'tick']",
+        "[]",
+        "[('off', 'every 1 s', True), ('tick', 'every 1 s', False)]",
+    ]
+
+
 def test_an_entry_that_is_switched_off_or_has_ended_runs_no_more(site: Site) -> None:
     site.run(entry("off") + ";" + entry("ends", expires="now() + timedelta(seconds=15)"))
     site.wait_for("off", 1)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from time import time
@@ -133,6 +134,42 @@ def test_an_added_entry_runs_and_its_lost_message_is_replaced(empty_redis: Priva
         Schedules(app).publish()
         (of_code,) = Delay(app).schedules()
         assert (of_code.task, of_code.is_added) == ("shop.tick", False), "the code's entry wins"
+
+
+@on_redis
+def test_entries_of_redbeat_are_imported_once(tmp_path: Path, empty_redis: PrivateRedis) -> None:
+    """With the due time that RedBeat's interval has; what cannot be imported says why."""
+    shop = Project(tmp_path).write(APP, empty_redis.url, schedules=True)
+    crontab = {"minute": "30", "hour": "2", "day_of_week": "*", "day_of_month": "*"}
+    last_run = datetime.now(UTC).replace(microsecond=0) - timedelta(hours=1)
+    parts = ("year", "month", "day", "hour", "minute", "second", "microsecond")
+    time_of_run = {part: getattr(last_run, part) for part in parts}
+    entries: dict[str, Any] = {
+        "weekly": {"__type__": "interval", "every": 604_800.0, "relative": False},
+        "cron": {"__type__": "crontab", "month_of_year": "*", **crontab},
+        "rule": {"__type__": "rrule", "freq": 4},
+        "static": {"__type__": "interval", "every": 60.0, "relative": False},
+    }
+    for name, when in entries.items():
+        definition = {"name": name, "task": "shop.report", "args": [name], "schedule": when}
+        run = {"__type__": "datetime", "timezone": "UTC", **time_of_run}
+        fields = {
+            "definition": json.dumps(definition | {"enabled": name != "cron"}),
+            "meta": json.dumps({"last_run_at": run, "total_run_count": 4}),
+        }
+        empty_redis.client.hset(f"redbeat:{name}", mapping=fields)
+        empty_redis.client.zadd("redbeat::schedule", {f"redbeat:{name}": 0})
+    empty_redis.client.sadd("redbeat::statics", "static")
+    *rows, said = shop.lines("schedules", "import", "redbeat", "--dry-run")
+    assert said == "2 of 3 schedule entries of redbeat would be added"
+    assert rows[1].endswith("would be added paused")
+    assert "an interval or a crontab" in rows[2]
+    assert shop.told("schedules") == []
+    assert shop.told("schedules", "import", "redbeat")["count"] == 2
+    cron, weekly = shop.told("schedules")
+    assert (cron["schedule"], cron["is_paused"]) == ("30 2 * * * UTC", True)
+    assert datetime.fromisoformat(weekly["next_due"]) == last_run + timedelta(days=7)
+    assert shop.told("schedules", "import", "redbeat")["count"] == 0
 
 
 @on_redis
