@@ -402,6 +402,8 @@ class Delay(HoldCalls, KeyedCalls):
         *,
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
+        priority: int | None = None,
+        queue: str | None = None,
         expires: float | datetime | None = None,
     ) -> Outcome:
         """Change a waiting task itself. Arguments that are None stay as they are.
@@ -413,13 +415,17 @@ class Delay(HoldCalls, KeyedCalls):
             task_id: as in :meth:`cancel`.
             args: all positional arguments.
             kwargs: all keyword arguments.
+            priority: the priority, from 0 to 255.
+            queue: the name of the queue, as in ``apply_async``.
             expires: seconds from now, or a time (UTC if it has no time zone).
 
         Raises:
             CannotDelay: the task cannot be changed so, for example because its arguments cannot be
                 encoded. The task stays as it was.
         """
-        edit = edit_of(self._app, args, kwargs, expires)
+        edit = edit_of(
+            self._app, args=args, kwargs=kwargs, priority=priority, queue=queue, expires=expires
+        )
         return self._move([_id_of(task_id)], lambda task: task.due_us, edit)[0]
 
     def run_now(self, task_id: TaskId) -> Outcome:

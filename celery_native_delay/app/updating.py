@@ -1,4 +1,4 @@
-"""Change the arguments or the expiry of a waiting task."""
+"""Change the arguments, priority, queue or expiry of a waiting task."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from celery import Celery
+from celery.exceptions import QueueNotFound
 from celery.utils.saferepr import saferepr
 from kombu.compression import compress, decompress
 from kombu.exceptions import KombuError
@@ -20,22 +21,30 @@ from ..keyed.record import CALLS, key_and_kind
 from ..now import moment, time_ns
 from ..records.waiting import HELD
 from ..store.entry import StoreEntry
+from ..texts import is_text
+from .installation import ask_broker
 
 
 def edit_of(
     app: Celery,
+    *,
     args: Sequence[Any] | None,
     kwargs: Mapping[str, Any] | None,
+    priority: int | None,
+    queue: str | None,
     expires: float | datetime | None,
 ) -> Callable[[StoreEntry], StoreEntry]:
     """Return a function that changes a waiting message; raise CannotDelay for wrong arguments.
 
-    An argument that is None leaves its part of the message as it is.
+    An argument that is None leaves its part of the message as it is. The queue is declared.
     """
     if args is not None and (isinstance(args, str | bytes) or not isinstance(args, Sequence)):
         raise CannotDelay(f"expected args to be a list, got {args!r}")
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise CannotDelay(f"expected kwargs to be a dict, got {kwargs!r}")
+    if priority is not None and not (type(priority) is int and 0 <= priority <= 255):
+        raise CannotDelay(f"expected a priority from 0 to 255, got {priority!r}")
+    address = None if queue is None else _declared(app, queue)
     if isinstance(expires, int | float):
         expires = moment(time_ns() // 1000) + timedelta(seconds=expires)
     elif expires is not None and expires.tzinfo is None:
@@ -56,6 +65,8 @@ def edit_of(
             headers["expires"] = expires.isoformat()
             properties.pop("expiration", None)  # workers read the header
             entry = replace(entry, expires_ms=None)
+        if priority is not None:
+            properties["priority"] = priority
         if args is not None or kwargs is not None:
             old = old_args, old_kwargs, rest = arguments_of(app, entry)
             new_args = old_args if args is None else list(args)
@@ -66,9 +77,38 @@ def edit_of(
             entry = with_arguments(app, entry, old, (new_args, new_kwargs, rest))
             shown = ("argsrepr", "kwargsrepr")
             headers |= {name: entry.headers[name] for name in shown if name in headers}
+        if address is not None:
+            entry = _readdressed(entry, properties, *address)
         return replace(entry, properties={**properties, "application_headers": headers})
 
     return edit
+
+
+def _declared(app: Celery, name: str) -> tuple[str, str, str]:
+    """Declare a queue; return its exchange, routing key and name as ``apply_async`` uses them."""
+    try:
+        queue = app.amqp.router.expand_destination(name)["queue"]
+    except QueueNotFound as exc:
+        raise CannotDelay(f"expected a queue of task_queues, got {name!r}: {exc}") from exc
+    if not is_text(name):
+        raise CannotDelay(f"expected a queue whose name UTF-8 can encode, got {name!r}")
+    if queue.exchange.type == "fanout":
+        raise CannotDelay(f"expected a queue, got {name!r}, which broadcasts")
+    ask_broker(app, lambda channel, _: queue(channel).declare())
+    if queue.exchange.type == "direct":
+        return "", queue.name, queue.name
+    return queue.exchange.name, queue.routing_key, queue.name
+
+
+def _readdressed(
+    entry: StoreEntry, properties: dict[str, Any], exchange: str, routing_key: str, queue: str
+) -> StoreEntry:
+    if "delivery_tag" not in properties:  # RabbitMQ routes it when it is due
+        return replace(entry, exchange=exchange, routing_key=routing_key, queue=None)
+    if entry.queue is None:
+        raise CannotDelay("expected a task for a queue, got a broadcast: its queue cannot change")
+    properties["delivery_info"] = {"exchange": exchange, "routing_key": routing_key}
+    return replace(entry, exchange=exchange, routing_key=routing_key, queue=queue)
 
 
 def arguments_of(app: Celery, entry: StoreEntry) -> tuple[Any, Any, Any]:

@@ -212,15 +212,17 @@ def reschedule(
 @click.argument("id_", type=task_id, metavar="ID")
 @click.option("--args", type=Json(list), help="All positional arguments, such as '[7]'.")
 @click.option("--kwargs", type=Json(dict), help="""All keyword arguments, such as '{"user": 7}'.""")
+@click.option("--priority", type=click.IntRange(0, 255))
+@click.option("--queue", help="The queue that gets the task.")
 @click.option("--expires", type=Moment(), metavar="DURATION|TIME", help="No start after then.")
 @as_json_option
 def update(ctx: click.Context, id_: str, as_json: bool, **parts: Any) -> None:
-    """Change the arguments or the expiry of the waiting task ID; the rest stays.
+    """Change arguments, priority, queue or expiry of the waiting task ID; the rest stays.
 
     If the task is not waiting any more, nothing changes, and the exit status is 1.
     """
     if all(part is None for part in parts.values()):
-        raise click.UsageError("give --args, --kwargs or --expires")
+        raise click.UsageError("give --args, --kwargs, --priority, --queue or --expires")
     outcome = delay_of(ctx).update(id_, **parts)
     text = f"{id_} updated" if outcome else str(outcome)
     say(as_json, {"id": id_, "verdict": outcome.verdict.value}, printable(text))

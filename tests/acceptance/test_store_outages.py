@@ -222,7 +222,7 @@ def test_after_a_cut_or_a_restart_each_publish_waits_and_can_be_cancelled(
 CHANGES: dict[str, Callable[[Delay, str], Any]] = {
     "reschedule": lambda delay, task_id: delay.reschedule(task_id, countdown=7200),
     "move": lambda delay, task_id: delay.reschedule_all([task_id], by=7200),
-    "update": lambda delay, task_id: delay.update(task_id, args=[7]),
+    "update": lambda delay, task_id: delay.update(task_id, args=[7], queue="celery"),
     "add": lambda delay, _: delay.schedules().add("added", "note", "every 1 h", [1]),
     "change": lambda delay, _: delay.schedules().change("there", schedule="every 2 h"),
     "remove": lambda delay, _: delay.schedules().remove("there"),

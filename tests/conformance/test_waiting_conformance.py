@@ -229,26 +229,30 @@ def test_many_tasks_are_moved_by_a_time_or_spread(app: Celery, delay: Delay) -> 
 
 
 def test_a_waiting_task_is_updated(app: Celery, delay: Delay) -> None:
-    """It is listed as changed, and arrives so; all else stays."""
+    """It is listed as changed, and arrives so in its new queue; all else stays."""
     send_task(app, 1, countdown=3600)
     (before,) = delay.show("order-1")
-    for wrong in ({"args": "7"}, {"kwargs": {"order": object()}}):
+    for wrong in ({"args": "7"}, {"priority": 300}, {"kwargs": {"order": object()}}):
         with pytest.raises(CannotDelay):
             delay.update("order-1", **wrong)  # type: ignore[arg-type]
     with pytest.raises(CannotDelay, match="never run"):
         delay.update("order-1", expires=60)
     assert delay.show("order-1") == [before]
     expires = datetime.now(UTC) + timedelta(hours=2)
-    assert delay.update("order-1", kwargs={"order": 7}, expires=expires)
+    changed = delay.update(
+        "order-1", kwargs={"order": 7}, priority=5, queue="elsewhere", expires=expires
+    )
+    assert changed
     (task,) = delay.show("order-1")
-    assert (task.kwargs, task.due_us) == ("{'order': 7}", before.due_us)
+    assert (task.kwargs, task.queue, task.due_us) == ("{'order': 7}", "elsewhere", before.due_us)
     assert delay.run_now("order-1")
-    with app.connection_for_read() as connection, inbox(connection, before.queue) as arriving:
+    with app.connection_for_read() as connection, inbox(connection, "elsewhere") as arriving:
         (arrival,) = arriving.wait_for(1)
     assert (arrival.body[0], arrival.body[1]) == (["ada"], {"order": 7})
+    assert arrival.message.properties["priority"] == 5
     assert arrival.message.headers["expires"] == expires.isoformat()
     assert arrival.message.headers["id"] == "order-1"
-    assert delay.update("order-1", args=[1]).verdict is Verdict.UNKNOWN
+    assert delay.update("order-1", priority=1).verdict is Verdict.UNKNOWN
 
 
 def test_a_schedule_entry_is_added_and_removed_at_run_time(app: Celery, delay: Delay) -> None:

@@ -123,6 +123,7 @@ def test_an_id_with_a_lone_surrogate_waits_is_found_and_cancelled(
     [
         (lambda app: Delay(app).unique(app.signature(ODD), key="7"), ValueError),
         (lambda app: Delay(app).cancel(key="7", task=ODD, kind="unique"), ValueError),
+        (lambda app: Delay(app).update("order-1", queue=ODD), CannotDelay),
         (lambda app: Delay(app).hold(ODD), InvalidQuery),
         (lambda app: Delay(app).schedules().pause(ODD), KeyError),
         (lambda app: Delay(app).schedules().remove(ODD), KeyError),
