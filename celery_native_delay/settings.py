@@ -232,10 +232,13 @@ class DelaySettings:
 
         Raises SettingsError if a name is unknown or a value is invalid.
         """
-        for name in values:
+        for name, value in values.items():
             bare = name.removeprefix(_PREFIX)
             if bare != name and bare in _names():
-                raise SettingsError(f"expected settings without their prefix here, got {name}")
+                shown = repr(value) if isinstance(value, int | float) else "…"  # no password
+                raise SettingsError(
+                    f"expected settings without their prefix here, got {name}: write {bare}={shown}"
+                )
             if name not in _names():
                 close = get_close_matches(bare, setting_names(), n=1)
                 known = ", ".join(f"{_PREFIX}{name}" for name in setting_names())

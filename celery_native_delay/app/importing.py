@@ -51,7 +51,7 @@ def imported(app: Celery, into: Schedules, source: str, *, dry_run: bool) -> lis
 
 
 def _of_redbeat(app: Celery) -> Iterator[tuple[ScheduleEntry, bool]]:
-    from ..records.redis import redis_client
+    from ..records.redis_link import redis_client
 
     url = app.conf.get("redbeat_redis_url") or app.conf.broker_url
     if not isinstance(url, str) or not is_redis_url(url):

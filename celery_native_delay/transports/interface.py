@@ -109,6 +109,15 @@ class WorkerPart(ABC):
         """Report broker settings that can cause message loss or wrong delivery times."""
         return []
 
+    def guard(self) -> list[str]:
+        """Keep full queues from delaying the messages of other queues.
+
+        Returns a sentence for each queue whose due messages now take another way, and for each
+        policy that changes how long messages wait. Raises ManagementUnavailable if RabbitMQ's
+        management API does not answer.
+        """
+        return []
+
     def put_back(self, waits: Sequence[Wait]) -> list[Exception | None]:
         """Publish the messages *waits* again, because they arrived before the due time.
 

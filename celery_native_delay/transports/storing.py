@@ -271,6 +271,9 @@ class StoreWorkerPart(WorkerPart):
         yield from stranded(self._store, WRONG)
         yield from self._own.dangers()
 
+    def guard(self) -> list[str]:
+        return [] if self._channel.keeps_all_in_store else self._own.guard()
+
     def put_back(self, waits: Sequence[Wait]) -> list[Exception | None]:
         stored = [wait for wait in waits if self._is_stored(wait)]
         stays = [wait for wait in waits if not self._is_stored(wait)]

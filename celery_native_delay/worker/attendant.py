@@ -21,6 +21,7 @@ from celery.utils.log import get_logger
 from kombu.exceptions import KombuError
 
 from ..errors import (
+    ManagementUnavailable,
     NativeDelayError,
     NotPermitted,
     StoreUnavailable,
@@ -41,6 +42,9 @@ LONGEST_LOOK_SECONDS = 30.0
 #: Number of early tasks put back with one wait for the broker's confirms. A quorum queue's client
 #: delays acknowledgements beyond 32. If the worker then stops, the broker redelivers these tasks.
 BATCH = 32
+
+#: Seconds until the next request to a management API that did not answer.
+_UNAVAILABLE_SECONDS = 600.0
 
 _RETRY_SECONDS = 1.0
 _TRIES = 3
@@ -81,6 +85,8 @@ class Attendant(Thread):
         self._next_look = monotonic()
         #: True before the first look, and after a new binding.
         self._looks_at_once = True
+        self._next_guard = monotonic()
+        self._told: set[str] = set()
         self._warned = False
 
     # --- called from the consumer's thread ----------------------------------------------
@@ -116,6 +122,7 @@ class Attendant(Thread):
             if batch:
                 self._put_back_or_hold(batch)
             if monotonic() >= self._next_look and not self._stopping.is_set():
+                self._guarded(self._guard)
                 self._guarded(self._rescue)
         self._disconnect()
 
@@ -190,6 +197,19 @@ class Attendant(Thread):
         self._next_look = monotonic() + self._look_seconds
         with suppress(StoreUnavailable):  # the gates log it
             part.sweep()
+
+    def _guard(self) -> None:
+        if monotonic() < self._next_guard:
+            return
+        try:
+            for said in self._part().guard():
+                if said not in self._told:
+                    self._told.add(said)
+                    logger.warning("native delay: %s", said)
+            self._next_guard = monotonic() + LONGEST_LOOK_SECONDS / 2
+        except ManagementUnavailable as exc:
+            logger.debug("native delay: full queues not looked for: %s", exc)
+            self._next_guard = monotonic() + _UNAVAILABLE_SECONDS
 
     def _log_dangers(self) -> None:
         for finding in self._part().dangers():

@@ -149,6 +149,21 @@ def test_quorum_task_queues_on_a_topic_exchange(
     assert worker.log_lines("CRITICAL") == []
 
 
+@on_one_version
+def test_a_worker_names_policies_that_change_delays_and_diverts_full_queues(
+    fleet: Fleet, rabbitmq: PrivateRabbitMQ, vhost: str
+) -> None:
+    rabbitmq.set_policy(vhost, "short-lived", "level", {"message-ttl": 500})
+    full = {"max-length": 1, "overflow": "reject-publish"}
+    rabbitmq.set_policy(vhost, "cap", "^orders$", full)
+    credentials = rabbitmq.management_url.replace("://", "://guest:guest@")
+    worker = fleet.worker(native_delay_management_url=credentials)
+    worker.wait_for_log("WARNING", "short-lived", "message-ttl")
+    worker.wait_for_log("WARNING", "'orders' may refuse messages", "landing")
+    assert len(worker.log_lines("WARNING", "short-lived")) == 1
+    assert "guest:guest" not in worker.log
+
+
 # ---- errors ---------------------------------------------------------------------------------
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -154,21 +153,22 @@ def test_a_full_rejecting_queue_delays_only_its_own_messages(
 
 
 @pytest.mark.ci
+@in_turn("known_by", ("a worker",), ("the setting",))
 def test_a_queue_that_rejects_by_policy_delays_only_its_own_messages(
-    mortal_rabbitmq: PrivateRabbitMQ, mortal_url: str
+    mortal_rabbitmq: PrivateRabbitMQ, mortal_url: str, known_by: str
 ) -> None:
-    """``delay doctor`` names it until it is listed in ``native_delay_landing``."""
+    """AMQP does not show policies: a worker asks the management API, or the setting tells."""
     vhost = vhost_name(mortal_url)
     full = {"max-length": 1, "overflow": "reject-publish"}
     mortal_rabbitmq.set_policy(vhost, "cap", "^full$", full)
-    with delaying(mortal_url) as connection:
+    settings: dict[str, Any] = {"management_url": mortal_rabbitmq.management_url}
+    if known_by == "the setting":
+        settings = {"landing": ["fu*"]}
+    with delaying(mortal_url, **settings) as connection:
         declare_queue(connection, "full")
         delays_of(connection).prepare()
-        wait_until(lambda: named(connection, mortal_rabbitmq))
-    with delaying(mortal_url, landing=["fu*"]) as connection:
-        declare_queue(connection, "full")
-        delays_of(connection).prepare()
-        assert named(connection, mortal_rabbitmq) == []
+        if known_by == "a worker":
+            assert_a_worker_finds_the_full_queue(connection)
         with delaying(mortal_url) as later:
             # This process knows neither the policy nor the setting, and binds nothing back.
             declare_queue(later, "full")
@@ -182,12 +182,21 @@ def test_a_queue_that_rejects_by_policy_delays_only_its_own_messages(
         assert_each_once(letters)
 
 
-def named(connection: Any, rabbitmq: PrivateRabbitMQ) -> list[str]:
-    """What ``delay doctor`` says of queues that refuse messages."""
+def assert_a_worker_finds_the_full_queue(connection: Any) -> None:
+    """``delay doctor`` names the queue until a worker has put a landing queue in front of it."""
     delays = delays_of(connection)
-    settings = replace(delays.settings, management_url=rabbitmq.management_url)
-    found = verify(delays, management_of(connection, settings))
-    return [each.problem for each in found if each.check == "full queues"]
+    api = management_of(connection, delays.settings)
+
+    def named() -> list[str]:
+        return [each.problem for each in verify(delays, api) if each.check == "full queues"]
+
+    [problem] = wait_until(named)
+    reason = "queue 'full' may refuse messages, and policy 'cap' sets overflow: reject-publish"
+    assert reason in problem
+    part = connection.default_channel.worker_part(delays.settings)
+    [told] = part.guard()
+    assert f"{reason}: from now on its due messages go through" in told
+    assert named() == part.guard() == []
 
 
 @on_one_version

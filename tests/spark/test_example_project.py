@@ -67,7 +67,7 @@ def test_the_demos_table_counts_all_rows(
     schema = ", ".join(f"{key} {kind}" for key, kind in FIELDS.items())
     ledger = spark.createDataFrame([("a", due), ("b", due)], "task_id string, due timestamp")
     found = reconcile(ledger, spark.createDataFrame(rows, schema))
-    receipt = Receipt(0, rows=5 + forgotten, sent=2, confirmed=2, sent_after_due=1)
+    receipt = Receipt(0, 0, rows=5 + forgotten, sent=2, confirmed=2, sent_after_due=1)
     receipt.rejected = Counter({"the due time has passed": 3})
     console = Console(width=100, record=True, quiet=False)
     assert tell(found, FanOutResult("r", 1.0, [receipt], []), console) is not bool(forgotten)

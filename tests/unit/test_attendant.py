@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from celery_native_delay import NativeDelayError, PublishRefused
+from celery_native_delay import ManagementUnavailable, NativeDelayError, PublishRefused
 from celery_native_delay.settings import DelaySettings
 from celery_native_delay.transports.interface import Rescue, Wait
 from celery_native_delay.worker import attendant
@@ -68,6 +68,22 @@ def test_only_the_task_whose_publish_failed_is_tried_again(
     part, became = outcomes(**answers)
     assert "".join(part.published) == published
     assert became == {name: "held" if name in held else "done" for name in "abc"}
+
+
+def test_a_management_api_that_does_not_answer_is_not_asked_at_every_look(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each request may take seconds, in which no early task goes back."""
+    thread, asked = Attendant(None, DelaySettings()), []
+
+    def guard() -> list[str]:
+        asked.append(1)
+        raise ManagementUnavailable("no answer")
+
+    monkeypatch.setattr(thread, "_part", lambda: SimpleNamespace(guard=guard))
+    for _ in range(3):
+        thread._guard()
+    assert asked == [1]
 
 
 def test_only_the_first_look_and_one_after_a_new_binding_skip_the_pause_of_all_workers(

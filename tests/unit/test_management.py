@@ -68,7 +68,7 @@ class Vhost(ManagementAPI):
 
 
 def refusing(vhost: Vhost) -> list[str]:
-    return [each.problem.partition(": 32 due")[0] for each in refusing_queues(vhost, TOPOLOGY)]
+    return [str(found) for found in refusing_queues(vhost, TOPOLOGY)]
 
 
 def test_a_queue_that_refuses_messages_is_found_by_its_arguments_or_its_policy() -> None:

@@ -11,7 +11,7 @@ from amqp.exceptions import AccessRefused, NotFound
 from ...errors import ManagementUnavailable
 from ...finding import UNCHECKED, WRONG, Finding
 from .delays import RabbitDelays
-from .management import ManagementAPI, overriding_policies, refusing_queues
+from .management import ManagementAPI, overriding_policies, refusing_findings
 from .mirror import blueprint
 from .status import RabbitStatus, status
 from .topology import Binding, Declaration, Exchange, Queue, Topology
@@ -41,7 +41,7 @@ def verify(delays: RabbitDelays, api: ManagementAPI, queues: Sequence[Any] = ())
     plan = list(topology.plan()) if topology.settings.declare else blueprint(topology, queues)
     try:
         found = [*_compare(topology, plan, api), *overriding_policies(api, topology)]
-        return _by_rights(delays, found) + refusing_queues(api, topology)
+        return _by_rights(delays, found) + refusing_findings(api, topology)
     except ManagementUnavailable as exc:
         unchecked = Finding.of_sentence("delay levels", UNCHECKED, f"levels and policies: {exc}")
         return [unchecked, *_by_rights(delays, list(_missing(delays, plan)))]

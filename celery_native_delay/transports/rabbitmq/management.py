@@ -6,6 +6,7 @@ import json
 import re
 from base64 import b64encode
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 from urllib.error import URLError
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
@@ -140,28 +141,49 @@ def overriding_policies(api: ManagementAPI, topology: Topology) -> list[Finding]
     ]
 
 
-def refusing_queues(api: ManagementAPI, topology: Topology) -> list[Finding]:
+@dataclass(frozen=True)
+class Refusing:
+    """A queue that refuses messages when it is full, and has no landing queue in front of it."""
+
+    queue: str
+    #: The policy or the arguments that let the queue refuse messages.
+    reason: str
+    #: The binding keys with which the queue is bound to the delivery exchange.
+    patterns: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"queue {self.queue!r} may refuse messages, and {self.reason}"
+
+
+def refusing_queues(api: ManagementAPI, topology: Topology) -> list[Refusing]:
     """Find queues that could hold up the delayed messages of other queues when they are full."""
     exchanges = api.names("exchanges", containing=topology.delivery_exchange)
     if topology.delivery_exchange not in exchanges:
         return []
-    # A queue with a landing queue in front of it is bound with its own pattern.
-    bound = {
-        binding["destination"]
-        for binding in api.bindings_from(topology.delivery_exchange)
-        if binding["routing_key"] != topology.own_pattern(binding["destination"])
-        and not topology.is_landing(binding["destination"])
-    }
+    bound: dict[str, list[str]] = {}
+    for binding in api.bindings_from(topology.delivery_exchange):
+        queue, pattern = binding["destination"], binding["routing_key"]
+        # A queue with a landing queue in front of it is bound with its own pattern.
+        if pattern != topology.own_pattern(queue) and not topology.is_landing(queue):
+            bound.setdefault(queue, []).append(pattern)
+    return [
+        Refusing(name, reason, tuple(bound[name]))
+        for queue in (api.described() if bound else ())
+        if (name := queue["name"]) in bound and (reason := _refuses_by(queue))
+    ]
+
+
+def refusing_findings(api: ManagementAPI, topology: Topology) -> list[Finding]:
+    """Name the queues that could hold up the delayed messages of other queues."""
     return [
         Finding(
             "full queues",
             WRONG,
-            f"queue {queue['name']!r} may refuse messages, and {reason}: 32 due messages for it "
-            f"would stop the delayed messages of all queues",
-            f"add {queue['name']!r} to native_delay_landing",
+            f"{found}: 32 due messages for it would stop the delayed messages of all queues",
+            f"start an installed worker that may read the management API, or add {found.queue!r} "
+            f"to native_delay_landing",
         )
-        for queue in (api.described() if bound else ())
-        if queue["name"] in bound and (reason := _refuses_by(queue))
+        for found in refusing_queues(api, topology)
     ]
 
 

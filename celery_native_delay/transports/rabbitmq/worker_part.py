@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import amqp
-from amqp.exceptions import AccessRefused
+from amqp.exceptions import AccessRefused, ChannelError
 
 from ...durations import duration
 from ...errors import NotPermitted
 from ...message import Delayed
 from ..interface import Rescue, Wait, WorkerPart
 from .delays import RabbitDelays
+from .management import management_of, overriding_policies, refusing_queues
+from .mirror import diverted
 from .parking import rescue, rescue_in_turn
 
 
@@ -30,6 +32,21 @@ class RabbitMQWorkerPart(WorkerPart):
             f"{prepared.seconds * 1000:.0f} ms; {len(self._delays.mirror.known)} bindings; "
             f"{self.terms}"
         )
+
+    def guard(self) -> list[str]:
+        delays, topology = self._delays, self._delays.topology
+        api = management_of(delays.connection.client, self.settings)
+        told = [str(finding) for finding in overriding_policies(api, topology)]
+        for found in refusing_queues(api, topology) if self.settings.declare else ():
+            landing = topology.queue_landing_queue(found.queue)
+            try:
+                for pattern in found.patterns:
+                    delays.declarer.apply(diverted(topology, found.queue, pattern))
+            except ChannelError as exc:
+                told.append(f"{found}, and {landing} cannot be used: {exc}")
+            else:
+                told.append(f"{found}: from now on its due messages go through {landing}")
+        return told
 
     @property
     def comes_back_late_seconds(self) -> float:  # type: ignore[override]
