@@ -1,28 +1,22 @@
-"""Moving messages between brokers: a message is deleted only after the other broker has it."""
+"""Moving messages between brokers: their keys, their ids, and how they are read."""
 
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from celery_native_delay.app.moving import Account, move
+from celery_native_delay.app.moving import Account, MovingKeys
 from celery_native_delay.due_time import due_us
 from celery_native_delay.errors import CannotDelay
 from celery_native_delay.keyed.record import HEADER, Mark, Record, Run
 from celery_native_delay.keyed.records import KeyRecords
 from celery_native_delay.keyed.rules import Rule, Seen, Step
 from celery_native_delay.message import Delayed
-from celery_native_delay.records.publishing import RecordedPublish
 from celery_native_delay.transports.moving import (
-    Found,
     Moving,
-    Source,
-    Stays,
-    Void,
     derived_id,
 )
 from celery_native_delay.transports.rabbitmq.moving import deliveries_of
@@ -32,16 +26,11 @@ from celery_native_delay.transports.virtual.wrapping import encoded, wrapped
 MARK = Mark("unique", "shop.remind", "ada", "end")
 
 
-def a_message(task_id: str, **headers: Any) -> Moving:
-    properties = {"application_headers": {"task": "shop.remind", "id": task_id, **headers}}
-    return Moving(b"[]", properties, Delayed(task_id, 5, "", "reminders"))
-
-
 class Records(KeyRecords):
     """Records in a dict."""
 
-    def __init__(self, **records: Record) -> None:
-        self.by_name = records
+    def __init__(self, record: Record) -> None:
+        self.by_name = {MARK.name: record}
 
     def read(self, name: str) -> Seen:
         return Seen(100, self.by_name.get(name))
@@ -55,102 +44,35 @@ class Records(KeyRecords):
         return seen, step
 
 
-class Place(Source):
-    """A source of messages, which writes to a log what happens to them."""
+def taken_in(records: Records, *, shared: bool = False) -> bool:
+    """Move the task "one", which has a key, to a place that may share the records."""
+    taken: list[Moving] = []
 
-    name = "somewhere"
-    keeps_keys = False
-
-    def __init__(self, messages: tuple[Found, ...], records: Records | None, log: list[str]):
-        self._messages = messages
-        self._records = records
-        self._log = log
-
-    def count(self) -> int:
-        return len(self._messages)
-
-    def key_records(self) -> KeyRecords | None:
-        return self._records
-
-    def found(self) -> Iterator[Found]:
-        for message in self._messages:
-            self._last = getattr(message, "task_id", None) or type(message).__name__
-            yield message
-
-    def done(self) -> bool:
-        self._log.append(f"{self._last} gone")
+    def take_in(moving: Moving) -> bool:
+        taken.append(moving)
         return True
 
-    def close(self) -> None:
-        self._log.append("closed")
-
-
-def moved(
-    *messages: Found,
-    log: list[str],
-    error: Exception | None = None,
-    records: Records | None = None,
-    shared: bool = False,
-) -> Account:
-    """Move messages; the destination raises *error* or takes them, and may share the records."""
-
-    def take_in(moving: Moving, keyed: RecordedPublish | None = None) -> bool:
-        if error is not None:
-            raise error
-        log.append(f"{moving.task_id} in")
-        return True
-
-    there = SimpleNamespace(take_in=take_in, key_records=lambda: records if shared else None)
-    account = Account("somewhere", len(messages))
-    move(
-        Place(messages, records, log),
-        there,  # type: ignore[arg-type]
-        account,
-        pace=None,
-        stopped=lambda: False,
-        on_each=lambda: None,
-        on_doubt=lambda _: None,
-    )
-    return account
-
-
-def test_a_message_is_deleted_only_after_it_was_taken_in() -> None:
-    log: list[str] = []
-    account = moved(a_message("one"), a_message("two"), log=log)
-    assert log == ["one in", "one gone", "two in", "two gone", "closed"]
-    assert (account.moved, account.doubtful) == (2, [])
-
-
-def test_a_message_that_cannot_be_moved_stays() -> None:
-    log: list[str] = []
-    messages = (a_message("far"), Stays("no"), Stays("not late", is_error=False), Void())
-    account = moved(*messages, log=log, error=CannotDelay("it is too far away"))
-    assert log == ["Void gone", "closed"]
-    assert dict(account.refused) == {"it is too far away": 1, "no": 1}
-    assert (account.moved, account.stays) == (0, 1)
-    with pytest.raises(OSError, match="gone"):
-        moved(a_message("one"), log=log, error=OSError("gone"))
-    assert log == ["Void gone", "closed", "closed"]
+    source: Any = SimpleNamespace(keeps_keys=False, key_records=lambda: records)
+    to = records if shared else None
+    there: Any = SimpleNamespace(take_in=take_in, key_records=lambda: to)
+    headers = {"task": "shop.remind", "id": "one", HEADER: MARK.header()}
+    properties = {"application_headers": headers}
+    moving = Moving(b"[]", properties, Delayed("one", 5, "", "reminders"))
+    return MovingKeys(source, there).take_in(moving) and bool(taken)
 
 
 def test_a_task_stays_while_another_attempt_runs_with_its_key() -> None:
-    log: list[str] = []
     run = Run("zero", "token", lease_us=200)
-    records = Records(**{MARK.name: Record(id="one", due_us=5, runs=(run,))})
-    account = moved(a_message("one", **{HEADER: MARK.header()}), log=log, records=records)
-    assert (log, account.moved) == (["closed"], 0)
-    assert "a task with its key is running" in next(iter(account.refused))
+    with pytest.raises(CannotDelay, match="a task with its key is running"):
+        taken_in(Records(Record(id="one", due_us=5, runs=(run,))))
 
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_record_moves_with_its_task_unless_both_brokers_share_it(shared: bool) -> None:
     """Two URLs may name one Redis: deleting the record there would delete it here."""
-    log: list[str] = []
     record = Record(id="one", due_us=5)
-    records = Records(**{MARK.name: record})
-    message = a_message("one", **{HEADER: MARK.header()})
-    moved(message, log=log, records=records, shared=shared)
-    assert log == ["one in", "one gone", "closed"]
+    records = Records(record)
+    assert taken_in(records, shared=shared)
     assert records.by_name == ({MARK.name: record} if shared else {})
 
 
