@@ -51,8 +51,8 @@ def topology(**changes: Any) -> Topology:
 
 
 @st.composite
-def delay_settings(draw: st.DrawFn, max_levels: int = 31) -> DelaySettings:
-    levels = draw(st.integers(1, max_levels))
+def delay_settings(draw: st.DrawFn) -> DelaySettings:
+    levels = draw(st.integers(1, 31))
     longest_ms = min(TEN_YEARS_MS >> levels, 3_600_000)
     return DelaySettings(
         namespace=draw(st.sampled_from(["celery_delay", "shop.eu"])),
@@ -101,57 +101,26 @@ def _arguments(arguments: dict[str, Any]) -> list[str]:
     return [f"{key}={value!r}" for key, value in sorted(arguments.items())]
 
 
+def frozen() -> str:
+    """The delay queues, and one landing queue for an exchange and one for a queue."""
+    levels = topology()
+    return render([*levels.plan(), levels.landing("news.fanout"), levels.queue_landing("jobs")])
+
+
 def test_topology_v1_is_frozen() -> None:
     """Brokers in production have these declarations. To change one, add a v2 beside v1."""
-    assert render(list(topology().plan())) == FROZEN.read_text()
-
-
-def test_a_landing_queue_sends_on_at_once_to_the_users_exchange() -> None:
-    assert topology().landing("news.fanout") == Queue(
-        "celery_delay.v1.31x125ms.f15.quorum.landing-exchange.news%2Efanout",
-        {
-            "x-queue-type": "quorum",
-            "x-queue-leader-locator": "balanced",
-            "x-message-ttl": 0,
-            "x-dead-letter-exchange": "news.fanout",
-            "x-dead-letter-strategy": "at-least-once",
-            "x-overflow": "reject-publish",
-        },
-    )
-
-
-def test_the_landing_queue_of_a_queue_sends_on_to_that_queue_alone() -> None:
-    levels = topology(levels=4)
-    assert levels.queue_landing("jobs") == Queue(
-        "celery_delay.v1.4x125ms.f15.quorum.landing-queue.jobs",
-        {
-            "x-queue-type": "quorum",
-            "x-queue-leader-locator": "balanced",
-            "x-message-ttl": 0,
-            "x-dead-letter-exchange": "celery_delay.v1.4x125ms.f15.quorum.delivery",
-            "x-dead-letter-routing-key": "0.0.0.0.%%q.jobs",
-            "x-dead-letter-strategy": "at-least-once",
-            "x-overflow": "reject-publish",
-        },
-    )
+    assert frozen() == FROZEN.read_text()
 
 
 # ---- routing keys, as NServiceBus writes them ----------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("units", "routing_key"),
-    [
-        (1, "0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.1.%.celery"),
-        (40, "0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.1.0.1.0.0.0.%.celery"),
-        (MAX_UNITS, "1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.%.celery"),
-    ],
-)
 @each_fused
-def test_a_delay_is_written_bit_by_bit(fused_bits: int, units: int, routing_key: str) -> None:
-    """One unit, 5 s and the longest delay, at the default resolution."""
+def test_a_delay_is_written_bit_by_bit(fused_bits: int) -> None:
+    """5 s and the longest delay, at the default resolution."""
     levels = topology(fused_bits=fused_bits)
-    assert levels.routing_key(units, message_address("", "celery")) == routing_key
+    for units, bits in ((40, f"{'0.' * 25}1.0.1.0.0.0"), (MAX_UNITS, f"{'1.' * 30}1")):
+        assert levels.routing_key(units, message_address("", "celery")) == f"{bits}.%.celery"
 
 
 def test_whole_seconds_below_an_hour_take_three_hops_at_most_and_fractions_one_more() -> None:
@@ -240,7 +209,6 @@ def test_addresses_that_begin_or_end_alike_never_cross(
 @pytest.mark.parametrize(
     ("changes", "name"),
     [
-        ({}, "celery_delay.v1.31x125ms.f15.quorum"),
         ({"namespace": "shop.eu"}, "shop.eu.v1.31x125ms.f15.quorum"),
         ({"levels": 28, "resolution": 1}, "celery_delay.v1.28x1000ms.f15.quorum"),
         ({"fused_bits": 0}, "celery_delay.v1.31x125ms.f0.quorum"),
@@ -249,11 +217,7 @@ def test_addresses_that_begin_or_end_alike_never_cross(
 def test_names_carry_the_settings_that_decide_their_arguments(
     changes: dict[str, Any], name: str
 ) -> None:
-    levels = topology(**changes)
-    assert levels.name == name
-    assert levels.delivery_exchange == f"{name}.delivery"
-    assert levels.level_exchange(7) == f"{name}.level-07"
-    assert levels.ready_exchange == f"{name}.ready"
+    assert topology(**changes).delivery_exchange == f"{name}.delivery"
 
 
 @patient
@@ -334,18 +298,6 @@ def test_names_fit_however_long_the_users_are() -> None:
 # ---- arguments -----------------------------------------------------------------------------
 
 
-def test_no_ttl_exceeds_rabbitmqs_ten_years() -> None:
-    levels = topology()
-    ttls = [
-        declaration.arguments["x-message-ttl"]
-        for declaration in levels.plan()
-        if isinstance(declaration, Queue) and "x-message-ttl" in declaration.arguments
-    ]
-    assert max(ttls) <= TEN_YEARS_MS
-    assert ttls == sorted(set(ttls)), "one TTL per queue, shortest first"
-    assert [hop.ttl_ms for hop in levels.level_queues] == ttls
-
-
 @patient
 @given(wanted=delay_settings())
 def test_only_queues_that_a_delay_can_need_exist(wanted: DelaySettings) -> None:
@@ -384,22 +336,11 @@ def test_an_address_that_does_not_fit_is_hashed_the_same_on_both_sides(
 # ---- a user's routing key beside the address -----------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("routing_key", "collides"),
-    [
-        ("", False),
-        ("0.1", False),  # too short to be taken for a delay of four levels
-        ("a.b.c.d", False),
-        ("a.b.c.1", True),
-        ("a.b.c.d.1", False),  # behind the bits
-        ("a.b.c.d.%news", True),
-        ("a.b.c.%d", False),
-    ],
-)
-def test_collides_is_true_for_a_key_that_reads_like_a_delay(
-    routing_key: str, collides: bool
-) -> None:
-    assert topology(levels=4).collides(routing_key) is collides
+def test_collides_is_true_for_a_key_that_reads_like_a_delay() -> None:
+    levels = topology(levels=4)
+    assert all(levels.collides(key) for key in ("a.b.c.1", "a.b.c.d.%news"))
+    harmless = ("", "0.1", "a.b.c.d", "a.b.c.d.1", "a.b.c.%d")  # too short, or behind the bits
+    assert not any(levels.collides(key) for key in harmless)
 
 
 @patient
@@ -461,4 +402,4 @@ def test_a_message_can_never_expire_in_the_parking_queue() -> None:
 
 
 if __name__ == "__main__":
-    FROZEN.write_text(render(list(topology().plan())))
+    FROZEN.write_text(frozen())
