@@ -50,15 +50,6 @@ def after_the_levels(properties: dict[str, Any]) -> dict[str, Any]:
     return properties | {"application_headers": headers}
 
 
-def test_a_delivery_time_for_rabbitmq_44_is_kept_aside_while_the_message_waits() -> None:
-    """A delay queue of RabbitMQ 4.4 would hold the message until then, and not until its ETA."""
-    headers = {"eta": ETA, "x-opt-delivery-time": datetime(2027, 1, 1, tzinfo=UTC)}
-    waits = wrapped({"application_headers": headers})
-    assert "x-opt-delivery-time" not in waits["application_headers"]
-    found, _, _ = opened(after_the_levels(waits))
-    assert found["application_headers"] == headers
-
-
 def opened(
     properties: dict[str, Any], info: dict[str, Any] | None = None
 ) -> tuple[dict[str, Any], dict[str, Any], Delayed]:
@@ -148,13 +139,10 @@ def test_wrapping_and_unwrapping_restores_a_message(
     assert (delayed.delivery_id, delayed.due_us) == ("id-1", DUE_US)
 
 
-@pytest.mark.parametrize(
-    "headers",
-    [None, {}, {"native_delay": None}, {"native_delay": "v1"}, {"native_delay": {"v": 2}}],
-)
-def test_a_message_without_our_header_is_not_unwrapped(headers: dict[str, Any] | None) -> None:
-    properties = {} if headers is None else {"application_headers": headers}
-    assert unwrap(properties, {"exchange": "jobs"}) is None
+def test_a_message_without_our_header_is_not_unwrapped() -> None:
+    assert unwrap({}, {"exchange": "jobs"}) is None
+    for headers in ({}, *({"native_delay": header} for header in (None, "v1", {"v": 2}))):
+        assert unwrap({"application_headers": headers}, {"exchange": "jobs"}) is None
 
 
 @pytest.mark.parametrize("eta", [None, "2026-11-20T13:00:00+00:00"])
@@ -262,57 +250,23 @@ def test_cc_and_bcc_headers_are_refused_with_the_remedy(name: str) -> None:
         assert said in str(refused.value)
 
 
-def test_an_expiration_is_kept_in_our_header() -> None:
-    """On the message itself it would shorten the wait in the first level, and then be removed."""
-    went_in = wrapped({"expiration": "90000"})
-    assert "expiration" not in went_in
-    came_out, _, delayed = opened(went_in)
-    assert came_out["expiration"] == "90000"
-    assert delayed.expires_ms == NOW_US // 1000 + 90_000
-    assert opened(wrapped({}))[2].expires_ms is None
-
-
-@pytest.mark.parametrize(
-    ("priority", "limited", "travels_with"),
-    [(None, True, None), (4, True, 4), (5, True, 4), (255, False, 255)],
-)
-def test_a_priority_is_limited_only_while_the_message_waits(
-    priority: int | None, limited: bool, travels_with: int | None
-) -> None:
-    properties = {} if priority is None else {"priority": priority}
-    went_in = wrapped(properties, limit_priority=limited)
-    assert went_in.get("priority") == travels_with
-    assert opened(went_in)[0].get("priority") == priority
+def test_a_priority_is_limited_only_while_the_message_waits() -> None:
+    for priority, limited, travels_with in ((4, True, 4), (5, True, 4), (255, False, 255)):
+        went_in = wrapped({"priority": priority}, limit_priority=limited)
+        assert went_in["priority"] == travels_with
+        assert opened(went_in)[0]["priority"] == priority
 
 
 def test_the_due_time_in_our_header_is_rounded_up() -> None:
     assert opened(wrapped({}, due_us=DUE_US + 1))[2].due_us == DUE_US + 1000
 
 
-# ---- due_of --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("headers", "due"),
-    [
-        (None, None),
-        ({"task": "t"}, None),
-        ({"task": "t", "eta": ""}, None),
-        ({"task": "t", "eta": "2026-11-20T12:00:00+00:00"}, NOW_US),
-        ({"eta": "2026-11-20T12:00:00"}, NOW_US),
-        ({"eta": datetime(2026, 11, 20, 12, tzinfo=UTC)}, NOW_US),
-        # Not a Celery task, so its header "eta" is no due time.
-        ({"eta": "soon"}, None),
-        ({"eta": [1]}, None),
-    ],
-)
-def test_due_of_reads_the_due_time_of_a_task(
-    headers: dict[str, Any] | None, due: int | None
-) -> None:
-    assert due_of(headers) == due
-
-
-@pytest.mark.parametrize("eta", ["soon", 5.5, [1]])
-def test_a_task_with_an_invalid_eta_is_refused(eta: Any) -> None:
-    with pytest.raises(InvalidDueTime, match="got "):
-        due_of({"task": "t", "eta": eta})
+def test_due_of_reads_the_due_time_of_a_task() -> None:
+    for headers in (None, {"task": "t"}, {"task": "t", "eta": ""}):
+        assert due_of(headers) is None
+    for eta in ("2026-11-20T12:00:00+00:00", datetime(2026, 11, 20, 12, tzinfo=UTC)):
+        assert due_of({"task": "t", "eta": eta}) == due_of({"eta": eta}) == NOW_US
+    for invalid in ("soon", 5.5, [1]):
+        assert due_of({"eta": invalid}) is None, "it is no Celery task, so this is no due time"
+        with pytest.raises(InvalidDueTime, match="got "):
+            due_of({"task": "t", "eta": invalid})
