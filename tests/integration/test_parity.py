@@ -491,12 +491,15 @@ def check(site: Site) -> None:
     )
     by_number = {message.number: message for message in graph.messages}
     found: dict[int, list[str]] = {number: [] for number in sent}
+    own = {queue.name for queue in graph.queues if not queue.foreign}
     for arrival in delayed:
         number = arrival.body
         message, eta = by_number[number], sent[number]
         found[number].append(arrival.queue)
         assert arrival.message.headers["eta"] == eta
         assert arrival.at >= datetime.fromisoformat(eta).timestamp(), f"early: {message}"
+        if arrival.queue in own:
+            assert arrival.message.delivery_info["routing_key"] == message.key
     for number, queues in found.items():
         message = by_number[number]
         too_much = graph.may_see_too_much(message) - reached[number]

@@ -64,30 +64,6 @@ def assert_on_time(arrival: Arrival) -> None:
     assert arrival.lateness_seconds >= 0
 
 
-# ---- declarations ----------------------------------------------------------------------------
-
-
-@on_one_version
-def test_a_producer_declares_the_levels_on_an_empty_virtual_host(vhost_url: str) -> None:
-    with delaying(vhost_url) as connection:
-        declare_queue(connection, "orders")
-        publish(connection, "hello", "orders", delay=3)
-        assert_on_time(Inbox(connection).consume(["orders"]).wait_for(1)[0])
-
-
-@on_one_version
-@pytest.mark.parametrize("confirm", [True, False])
-def test_a_connection_keeps_its_own_confirm_mode(vhost_url: str, confirm: bool) -> None:
-    options = {"confirm_publish": confirm}
-    with delaying(vhost_url, transport_options=options) as connection:
-        delays_of(connection).prepare()
-        declare_queue(connection, "orders")
-        publish(connection, "later", "orders", delay=0.5)
-        publish(connection, "now", "orders")
-        letters = Inbox(connection).consume(["orders"])
-        assert bodies(letters.wait_for(2)) == ["now", "later"]
-
-
 @on_one_version
 @pytest.mark.skipif(not hasattr(Producer, "batch"), reason="kombu has it since 5.7")
 def test_in_kombus_producer_batch_each_message_is_published_at_once(connection: Any) -> None:
@@ -307,28 +283,6 @@ def test_a_user_without_configure_permission(
 
 
 @on_one_version
-@pytest.mark.parametrize(
-    "key", ["k" * 255, "é" * 127 + "k", "%" * 100], ids=["ascii", "unicode", "escaped"]
-)
-@pytest.mark.parametrize("kind", ["direct", "topic"])
-def test_a_long_routing_key(connection: Any, vhost_url: str, kind: str, key: str) -> None:
-    """A long key travels as a hash, or, for a topic exchange, by its landing queue."""
-    declare_exchange(connection, "shop", kind)
-    declare_queue(connection, "right")
-    declare_queue(connection, "wrong")
-    bind(connection, "right", "shop", key)
-    bind(connection, "wrong", "shop", key[:-1])
-    with delaying(vhost_url) as producer:
-        publish(producer, "one", key, exchange="shop", delay=0.5)
-    publish(connection, "two", key, exchange="shop", delay=0.5)
-
-    letters = Inbox(connection).consume(["right", "wrong"])
-    came = letters.wait_for(2)
-    assert {(a.queue, a.body) for a in came} == {("right", "one"), ("right", "two")}
-    assert {a.message.delivery_info["routing_key"] for a in came} == {key}
-
-
-@on_one_version
 @pytest.mark.parametrize("kind", ["direct", "topic", "fanout", "headers"])
 @pytest.mark.parametrize("overflow", ["drop-head", "reject-publish"])
 def test_an_unbound_queue_gets_no_delayed_messages(
@@ -365,28 +319,23 @@ def test_an_auto_delete_queue_gets_its_messages_after_its_consumer_restarted(
     connection: Any, vhost_url: str
 ) -> None:
     """The producer does not know that the queue was deleted with its bindings in between."""
-
-    def consume(consumer: Any) -> Inbox:
-        consumer.default_channel.queue_declare("brief", durable=True, auto_delete=True)
-        return Inbox(consumer).consume(["brief"])
-
     for body in ("before", "after"):
         with delaying(vhost_url) as consumer:
-            letters = consume(consumer)
+            consumer.default_channel.queue_declare("brief", durable=True, auto_delete=True)
+            letters = Inbox(consumer).consume(["brief"])
             publish(connection, body, "brief", delay=0.2)
-            (came,) = letters.wait_for(1)
-            assert came.body == body
+            assert bodies(letters.wait_for(1)) == [body]
     assert parked_count(connection) == 0
 
 
-@pytest.mark.parametrize("by_hand", [True, False], ids=["by hand", "through us"])
-def test_messages_of_a_deleted_queue_are_parked_until_it_exists_again(
-    connection: Any, vhost_url: str, by_hand: bool
+@on_one_version
+def test_messages_of_a_queue_that_we_deleted_are_parked_until_it_exists_again(
+    connection: Any, vhost_url: str
 ) -> None:
+    """tests/integration/test_isolation.py deletes one by hand."""
     declare_queue(connection, "orders")
     publish(connection, "one", "orders", delay=0.5)
-    with Connection(vhost_url) as admin:
-        (admin if by_hand else connection).default_channel.queue_delete("orders")
+    connection.default_channel.queue_delete("orders")
     publish(connection, "two", "orders", delay=0.5)
     wait_until(lambda: parked_count(connection) == 2)
 
