@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import datetime
 from time import time
 from typing import Any
 
@@ -17,7 +16,7 @@ from celery_native_delay.message import HEADER, Delayed
 from celery_native_delay.testing import PrivateRabbitMQ
 from celery_native_delay.transports.interface import WorkerPart
 from celery_native_delay.transports.rabbitmq import parking
-from celery_native_delay.transports.rabbitmq.parking import Rescue, count, peek, rescue
+from celery_native_delay.transports.rabbitmq.parking import Rescue, peek, rescue
 from tests.brokers import on_one_version
 from tests.integration.traffic import (
     TOPOLOGY,
@@ -51,33 +50,7 @@ def park(connection: Any, body: Any, routing_key: str, **options: Any) -> None:
     publish(connection, body, routing_key, **({"delay": 0.4} | options))
 
 
-def park_early(connection: Any, body: Any, *, queue: str, delay: float) -> str:
-    """Park a message that is not due yet, as after a level queue was deleted; return its ETA."""
-    park(connection, body, queue)
-    wait_until(lambda: parked_count(connection) > 0)
-    channel = amqp.Channel(connection.connection, auto_decode=False)
-    channel.open()
-    message = channel.basic_get(TOPOLOGY.parking_queue, no_ack=True)
-    eta = eta_in(delay)
-    message.properties["application_headers"]["eta"] = eta
-    message.properties["application_headers"][HEADER]["due"] = -(-due_us(eta) // 1000)
-    channel.basic_publish(
-        amqp.Message(message.body, **message.properties), "", TOPOLOGY.parking_queue
-    )
-    channel.close()
-    return eta
-
-
 # ---- rescue ----------------------------------------------------------------------------------
-
-
-@on_one_version
-def test_rescue_without_parked_messages_does_nothing(vhost_url: str) -> None:
-    """Also on a virtual host without delay levels."""
-    with delaying(vhost_url) as connection:
-        assert count(delays_of(connection)) == 0
-        assert peek(delays_of(connection), limit=10) == []
-        assert rescued(connection) == Rescue()
 
 
 def test_a_due_message_is_published_to_its_exchange(connection: Any, vhost_url: str) -> None:
@@ -90,16 +63,8 @@ def test_a_due_message_is_published_to_its_exchange(connection: Any, vhost_url: 
     declare_queue(connection, "ours")
     bind(connection, "ours", "shop", "other.#")
     Inbox(connection).consume(["ours"]).close()
-    park(
-        connection,
-        "hello",
-        "order.new",
-        exchange="shop",
-        headers={"x-mine": 1},
-        priority=7,
-        expiration=600,
-        correlation_id="c",
-    )
+    content = {"headers": {"x-mine": 1}, "priority": 7, "expiration": 600, "correlation_id": "c"}
+    park(connection, "hello", "order.new", exchange="shop", **content)
     wait_parked(connection, 1)
     assert rescued(connection) == Rescue(still_parked=1)
 
@@ -113,10 +78,9 @@ def test_a_due_message_is_published_to_its_exchange(connection: Any, vhost_url: 
         (arrival,) = letters.wait_for(1)
     message = arrival.message
     for seen in (message, foreign):
-        assert seen.delivery_info["exchange"] == "shop"
-        assert seen.delivery_info["routing_key"] == "order.new"
-        assert seen.properties["priority"] == 7
-        assert seen.properties["correlation_id"] == "c"
+        info, properties = seen.delivery_info, seen.properties
+        assert (info["exchange"], info["routing_key"]) == ("shop", "order.new")
+        assert (properties["priority"], properties["correlation_id"]) == (7, "c")
         assert seen.headers["x-mine"] == 1
     assert message.headers.keys() == {"x-mine", "eta"}
     assert message.properties["expiration"] == "600000"
@@ -151,32 +115,13 @@ def test_a_cancelled_message_stays_cancelled(
 
 
 @on_one_version
-def test_early_messages_return_to_levels_that_rescue_declares_again(
-    connection: Any, vhost_url: str
-) -> None:
-    declare_queue(connection, "orders")
-    eta = park_early(connection, "early", queue="nobody", delay=4)
-    declare_queue(connection, "nobody")
-    with Connection(vhost_url) as admin:
-        for hop in TOPOLOGY.level_queues:
-            admin.default_channel.queue_delete(hop.queue)
-    assert rescued(connection) == Rescue(waiting_again=1)
-    assert parked_count(connection) == 0
-    (arrival,) = Inbox(connection).consume(["nobody"]).wait_for(1)
-    assert arrival.at >= datetime.fromisoformat(eta).timestamp()
-    assert arrival.message.headers.keys() == {"eta"}
-
-
-@on_one_version
 def test_expired_messages_are_dropped(connection: Any) -> None:
-    declare_queue(connection, "last")
     park(connection, "stale", "orders", expiration=0.2)
     park(connection, "fresh", "orders", expiration=600)
-    wait_parked(connection, 2)
-    publish(connection, "later", "last", delay=0.5)  # by then the first has expired
-    Inbox(connection).consume(["last"]).wait_for(1)
+    park(connection, "later", "last", delay=1)  # then the first has expired
+    wait_parked(connection, 3)
     declare_queue(connection, "orders")
-    assert rescued(connection) == Rescue(delivered=1, expired=1)
+    assert rescued(connection) == Rescue(delivered=1, expired=1, still_parked=1)
     assert bodies(Inbox(connection).consume(["orders"]).wait_for(1)) == ["fresh"]
 
 
@@ -199,16 +144,10 @@ def test_an_expired_task_with_a_key_is_delivered_to_free_its_key(connection: Any
 @on_one_version
 def test_foreign_messages_stay_parked(connection: Any) -> None:
     """Messages that somebody else published to the parking queue are not deleted."""
-    declare_queue(connection, "orders")
-    junk: list[dict[str, Any]] = [
-        {"headers": None},
-        {"headers": {}},
-        {"headers": {HEADER: "nonsense"}},
-        {"headers": {HEADER: {"v": 99, "due": 0}}},
-        {"headers": {HEADER: {"v": 1}}},
-    ]
-    for index, options in enumerate(junk):
-        Producer(connection).publish(index, routing_key=TOPOLOGY.parking_queue, **options)
+    junk: list[Any] = [None, {}, *({HEADER: each} for each in ("x", {"v": 99, "due": 0}, {"v": 1}))]
+    for index, headers in enumerate(junk):
+        to = {"routing_key": TOPOLOGY.parking_queue, "headers": headers}
+        Producer(connection).publish(index, **to)
     park(connection, "ours", "nobody")
     wait_parked(connection, len(junk) + 1)
     declare_queue(connection, "nobody")
@@ -216,14 +155,16 @@ def test_foreign_messages_stay_parked(connection: Any) -> None:
     wait_parked(connection, len(junk))
     assert rescued(connection) == Rescue(still_parked=len(junk))
     assert bodies(Inbox(connection).consume(["nobody"]).wait_for(1)) == ["ours"]
-    connection.default_channel.queue_delete("orders")
 
 
 @on_one_version
 def test_messages_of_a_deleted_exchange_stay_parked(connection: Any, vhost_url: str) -> None:
-    declare_exchange(connection, "shop", "direct")
-    declare_queue(connection, "orders")
-    bind(connection, "orders", "shop", "new")
+    def declare() -> None:
+        declare_exchange(connection, "shop", "direct")
+        declare_queue(connection, "orders")
+        bind(connection, "orders", "shop", "new")
+
+    declare()
     publish(connection, "lost", "new", exchange="shop", delay=0.5)
     with Connection(vhost_url) as admin:
         admin.default_channel.queue_delete("orders")
@@ -233,10 +174,7 @@ def test_messages_of_a_deleted_exchange_stay_parked(connection: Any, vhost_url: 
     wait_parked(connection, 2)
     declare_queue(connection, "elsewhere")
     assert rescued(connection) == Rescue(delivered=1, still_parked=1)
-
-    declare_exchange(connection, "shop", "direct")
-    declare_queue(connection, "orders")
-    bind(connection, "orders", "shop", "new")
+    declare()
     assert rescued(connection) == Rescue(delivered=1)
     assert bodies(Inbox(connection).consume(["orders"]).wait_for(1)) == ["lost"]
 

@@ -283,6 +283,23 @@ def test_a_user_without_configure_permission(
 
 
 @on_one_version
+@pytest.mark.parametrize("key", ["k" * 255, "é" * 127 + "k", "%" * 100], ids=len)
+@pytest.mark.parametrize("kind", ["direct", "topic"])
+def test_a_long_routing_key(connection: Any, vhost_url: str, kind: str, key: str) -> None:
+    """A long key travels as a hash, or, for a topic exchange, by its landing queue."""
+    declare_exchange(connection, "shop", kind)
+    for queue, bound in (("right", key), ("wrong", key[:-1])):
+        declare_queue(connection, queue)
+        bind(connection, queue, "shop", bound)
+    with delaying(vhost_url) as producer:
+        publish(producer, "one", key, exchange="shop", delay=0.5)
+    publish(connection, "two", key, exchange="shop", delay=0.5)
+    came = Inbox(connection).consume(["right", "wrong"]).wait_for(2)
+    assert {(a.queue, a.body) for a in came} == {("right", "one"), ("right", "two")}
+    assert {a.message.delivery_info["routing_key"] for a in came} == {key}
+
+
+@on_one_version
 @pytest.mark.parametrize("kind", ["direct", "topic", "fanout", "headers"])
 @pytest.mark.parametrize("overflow", ["drop-head", "reject-publish"])
 def test_an_unbound_queue_gets_no_delayed_messages(
