@@ -32,8 +32,7 @@ def short_hops(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(
-    scope="module",
-    params=["filesystem", in_ci("filesystem-postgresql"), in_ci("sqla")],
+    scope="module", params=["filesystem", in_ci("filesystem-postgresql"), in_ci("sqla")]
 )
 def broker(request: pytest.FixtureRequest) -> Iterator[Broker]:
     """A broker whose delayed messages wait in a database."""

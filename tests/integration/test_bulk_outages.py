@@ -12,11 +12,7 @@ from celery import Celery
 
 from celery_native_delay import install
 from celery_native_delay.bulk import bulk
-from celery_native_delay.testing import (
-    PrivateRabbitMQ,
-    private_redis,
-    require_redis,
-)
+from celery_native_delay.testing import PrivateRabbitMQ, private_redis, require_redis
 from celery_native_delay.transports import outbox
 from pytest_celery_native_delay import installed
 from tests.brokers import on_one_version

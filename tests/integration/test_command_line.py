@@ -63,10 +63,7 @@ def test_tasks_are_listed_cancelled_moved_and_run(app: Celery, delay: Delay, sho
     assert shop.told("update", "order-1", "--priority", "5", status=1)["verdict"] == "unknown"
     assert shop.told("run-now", "order-1", "order-2", status=1) == {
         "done": 1,
-        "outcomes": [
-            {"id": "order-1", "verdict": "unknown"},
-            {"id": "order-2", "verdict": "done"},
-        ],
+        "outcomes": [{"id": "order-1", "verdict": "unknown"}, {"id": "order-2", "verdict": "done"}],
     }
     assert [task.id for task in delay.ls().tasks if task.id != "order-2"] == ["order-4", "order-0"]
     assert shop.delay("cancel").returncode == 2
@@ -78,11 +75,7 @@ def test_no_command_prints_control_characters(app: Celery, delay: Delay, shop: P
     hostile, shown = "\x1b[2J\x9b\u202eexe", r"\x1b[2J\x9b\u202eexe"
     name, task_id, queue = (f"{what}{hostile}" for what in "niq")
     app.send_task(name, (hostile,), task_id=task_id, countdown=1000, queue=queue)
-    for arguments, times in (
-        (("ls",), 4),
-        (("cancel", task_id), 1),
-        (("show", task_id), 1),
-    ):
+    for arguments, times in ((("ls",), 4), (("cancel", task_id), 1), (("show", task_id), 1)):
         done = shop.delay(*arguments)
         said = done.stdout + done.stderr
         assert said.count(shown) >= times, (arguments, said)

@@ -103,9 +103,7 @@ def test_redis_overdue_tasks_without_a_promoter_are_found(
 
 
 @redis_only
-def test_redis_overdue_tasks_beside_a_running_promoter_are_found(
-    empty_redis: PrivateRedis,
-) -> None:
+def test_redis_overdue_tasks_beside_a_running_promoter_are_found(empty_redis: PrivateRedis) -> None:
     app = app_on(empty_redis.url)
     app.send_task("shop.remind", countdown=600)
     make_overdue(empty_redis, 1)

@@ -128,11 +128,7 @@ def test_a_full_rejecting_queue_delays_only_its_own_messages(
         declare_queue(
             connection,
             "full",
-            **{
-                "x-queue-type": queue_type,
-                "x-max-length": 1,
-                "x-overflow": "reject-publish",
-            },
+            **{"x-queue-type": queue_type, "x-max-length": 1, "x-overflow": "reject-publish"},
         )
         if exchange:
             declare_exchange(connection, exchange, "topic")

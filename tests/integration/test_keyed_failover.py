@@ -77,10 +77,7 @@ def test_a_failover_loses_the_last_calls_as_a_whole_or_none() -> None:
     def produce(seed: int) -> None:
         """Make calls until one fails."""
         random = Random(seed)
-        with (
-            client_of(host="127.0.0.1", port=old_port) as probe,
-            producing(sentinel) as app,
-        ):
+        with client_of(host="127.0.0.1", port=old_port) as probe, producing(sentinel) as app:
             delay = Delay(app)
             while not stopping.wait(0.005):
                 kind, key = random.choice(KINDS), random.choice(KEYS)

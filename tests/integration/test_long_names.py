@@ -17,14 +17,7 @@ from kombu import Connection
 from celery_native_delay import CannotDelay
 from celery_native_delay.testing import PrivateRabbitMQ
 from tests.brokers import on_one_version
-from tests.integration.traffic import (
-    Inbox,
-    bind,
-    bodies,
-    declare_exchange,
-    declare_queue,
-    delaying,
-)
+from tests.integration.traffic import Inbox, bind, bodies, declare_exchange, declare_queue, delaying
 from tests.traffic import publish
 
 

@@ -365,11 +365,7 @@ def site_of(url: str, worker_url: str, store: str, *, consumer: str) -> Iterator
 @pytest.mark.timeout(600 if not MORE_EXAMPLES else 0)
 @in_turn("consumer", ("installed",), ("plain",))
 def test_on_every_path_a_message_arrives_as_without_its_delay(
-    rabbitmq: PrivateRabbitMQ,
-    vhost_url: str,
-    vhost: str,
-    store_redis: PrivateRedis,
-    consumer: str,
+    rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str, store_redis: PrivateRedis, consumer: str
 ) -> None:
     @examples(EXAMPLES)
     @given(messages())

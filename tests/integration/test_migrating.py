@@ -33,11 +33,7 @@ from celery_native_delay.records.holds import Hold
 from celery_native_delay.records.waiting import HELD, PLACE, Held
 from celery_native_delay.store.entry import StoreEntry
 from celery_native_delay.store.interface import Row
-from celery_native_delay.testing import (
-    PrivateRabbitMQ,
-    PrivateRedis,
-    vhost_name,
-)
+from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis, vhost_name
 from celery_native_delay.transports.moving import HELD_STAYS, Moving
 from celery_native_delay.transports.rabbitmq.topology import Topology
 from celery_native_delay.transports.rabbitmq.wrapping import COUNTED_BY_THE_QUEUE
@@ -463,15 +459,7 @@ def killed_in_the_middle(app: Celery, *names: str) -> None:
         source.done = done  # type: ignore[method-assign]
         tally = Account("", 0)
         with pytest.raises(Killed):
-            move(
-                source,
-                part,
-                tally,
-                pace=None,
-                stopped=bool,
-                on_each=lambda: None,
-                on_doubt=print,
-            )
+            move(source, part, tally, pace=None, stopped=bool, on_each=lambda: None, on_doubt=print)
 
 
 @on_one_version

@@ -281,23 +281,13 @@ def graphs(draw: st.DrawFn) -> Graph:
     ]
     messages = [
         Message(
-            exchange,
-            key,
-            units=draw(st.integers(1, 5)),
-            headers=draw(few_headers),
-            number=index,
+            exchange, key, units=draw(st.integers(1, 5)), headers=draw(few_headers), number=index
         )
         for index, (exchange, key) in enumerate(
             draw(st.lists(st.sampled_from(targets), min_size=10, max_size=20))
         )
     ]
-    return Graph(
-        exchanges,
-        queues,
-        bindings,
-        messages,
-        one_connection=draw(st.booleans()),
-    )
+    return Graph(exchanges, queues, bindings, messages, one_connection=draw(st.booleans()))
 
 
 _numbers = count()

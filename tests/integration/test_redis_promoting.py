@@ -69,10 +69,7 @@ def test_a_message_that_its_destination_refuses_is_parked_and_logged(
     empty_redis: PrivateRedis, caplog: pytest.LogCaptureFixture
 ) -> None:
     empty_redis.client.set("poison", "no list")
-    with (
-        delaying(empty_redis.url) as connection,
-        promoting(connector(empty_redis.url)) as promoter,
-    ):
+    with delaying(empty_redis.url) as connection, promoting(connector(empty_redis.url)) as promoter:
         publish(connection, "bad", "poison", delay=0.2)
         publish(connection, "good", "jobs", delay=0.3)
         wait_until(lambda: promoter.promoted == 1)
@@ -85,10 +82,7 @@ def test_a_promoter_stops_at_once(
 ) -> None:
     """It does not finish its sleep; `promoting` fails if it does."""
     monkeypatch.setattr(module, "LONGEST_SLEEP_SECONDS", 3600)
-    with (
-        delaying(empty_redis.url) as connection,
-        promoting(connector(empty_redis.url)),
-    ):
+    with delaying(empty_redis.url) as connection, promoting(connector(empty_redis.url)):
         publish(connection, "far", "jobs", delay=3600)
         wait_until(lambda: blocked_clients(empty_redis) == 1)
 

@@ -11,10 +11,7 @@ import pytest
 from kombu import Connection, Queue
 from kombu.transport import redis as kombu_redis
 
-from celery_native_delay import (
-    UnsupportedBroker,
-    redis_server,
-)
+from celery_native_delay import UnsupportedBroker, redis_server
 from celery_native_delay.message import HEADER
 from celery_native_delay.redis_server import Server
 from celery_native_delay.testing import PrivateRedis
@@ -122,9 +119,7 @@ def test_a_requeued_message_does_not_wait_again(empty_redis: PrivateRedis) -> No
 # ---- kombu's own options -----------------------------------------------------------------------
 
 
-def test_a_delayed_message_extends_the_ttl_of_its_queue(
-    empty_redis: PrivateRedis,
-) -> None:
+def test_a_delayed_message_extends_the_ttl_of_its_queue(empty_redis: PrivateRedis) -> None:
     if not WITH_BATCH:
         pytest.skip("kombu 5.7 brought x-expires to Redis")
     queue = Queue("short", expires=50)

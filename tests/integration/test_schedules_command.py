@@ -296,10 +296,7 @@ WRONG_ENTRIES: dict[str, tuple[dict[str, Any], str]] = {
     "none": ({"task": "shop.none", "schedule": crontab(minute=[])}, "expected at least one minute"),
     "odd": ({"task": "shop.odd", "schedule": 900.0, "args": [object()]}, "EncodeError: "),
     "text": ({"task": "shop.text", "schedule": "daily"}, "AttributeError: "),
-    "zero": (
-        {"task": "shop.zero", "schedule": 0.0},
-        "expected an interval above 0 s, got 0 s",
-    ),
+    "zero": ({"task": "shop.zero", "schedule": 0.0}, "expected an interval above 0 s, got 0 s"),
 }
 
 

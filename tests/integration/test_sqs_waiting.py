@@ -8,13 +8,7 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from celery_native_delay import (
-    Delay,
-    NoStore,
-    Rate,
-    install,
-    register_transports,
-)
+from celery_native_delay import Delay, NoStore, Rate, install, register_transports
 from celery_native_delay.testing import PrivateRedis
 from celery_native_delay.texts import digest_of
 from celery_native_delay.transports.interface import Wait
@@ -106,12 +100,7 @@ def test_standard_queues_are_told_the_tenant_of_each_task(shared_sqs: PrivateSqs
         arrival.body[0][0]: arrival.message.properties.get("MessageGroupId") for arrival in arrivals
     }
     assert groups.pop("käse & Söhne") == digest_of("käse & Söhne")
-    assert groups == {
-        "acme": "acme",
-        "initech": "initech",
-        None: None,
-        "own": "mine",
-    }
+    assert groups == {"acme": "acme", "initech": "initech", None: None, "own": "mine"}
     assert "MessageGroupId" not in ordered.message.properties
 
 

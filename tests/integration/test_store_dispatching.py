@@ -16,13 +16,7 @@ from celery import Celery
 from kombu import Connection, Exchange, Queue
 from sqlalchemy import create_engine, text
 
-from celery_native_delay import (
-    Delay,
-    DelaySettings,
-    StoreUnavailable,
-    UnsupportedBroker,
-    install,
-)
+from celery_native_delay import Delay, DelaySettings, StoreUnavailable, UnsupportedBroker, install
 from celery_native_delay.store import interface
 from celery_native_delay.store.dispatcher import Dispatcher
 from celery_native_delay.store.entry import StoreEntry
