@@ -56,44 +56,32 @@ def test_a_task_that_ran_once_and_on_time_has_no_verdict() -> None:
 OUTAGE = Struck("node-killed", "node 1", began_at=105, ended_at=200)
 UNANSWERED = replace(SENT, confirmed_at=None)
 CANCELLED = replace(SENT, cancelling_at=104, cancelled_at=105)
+TOO_LATE = replace(SENT, cancelling_at=110.01, cancelled_at=110.03)
+RAN_BEFORE = replace(SENT, cancelling_at=111, cancelled_at=111.1)
+REFUSED = replace(SENT, cancelling_at=109.9, cancel_refused="too late")
 
 
 @pytest.mark.parametrize(
-    ("task", "runs", "struck", "expected"),
+    ("case", "task", "runs", "struck", "expected"),
     [
-        pytest.param(SENT, [], [], [Verdict.LOST], id="it never ran"),
-        pytest.param(SENT, [259], [OUTAGE], [], id="it waited for the end of an outage"),
-        pytest.param(SENT, [261], [OUTAGE], [Verdict.LOST], id="too late even for that"),
-        pytest.param(SENT, [259], [], [Verdict.LOST], id="too late without a fault"),
-        pytest.param(UNANSWERED, [], [], [], id="its producer got no answer"),
-        pytest.param(UNANSWERED, [109.9], [], [Verdict.EARLY], id="unanswered and early"),
-        pytest.param(SENT, [109.9], [], [Verdict.EARLY], id="early"),
-        pytest.param(SENT, [109.9995], [], [], id="due times have milliseconds"),
-        pytest.param(CANCELLED, [], [], [], id="cancelled"),
-        pytest.param(CANCELLED, [111], [], [Verdict.CANCELLED_BUT_RAN], id="cancelled but ran"),
-        pytest.param(
-            replace(SENT, cancelling_at=110.01, cancelled_at=110.03),
-            [110.02],
-            [],
-            [Verdict.CANCELLED_BUT_RAN],
-            id="it started while it was being cancelled",
-        ),
-        # A copy of it that came first: at least once.
-        pytest.param(
-            replace(SENT, cancelling_at=111, cancelled_at=111.1), [110.02], [], [], id="ran before"
-        ),
-        pytest.param(replace(SENT, cancelling_at=104), [], [], [], id="its cancel got no answer"),
-        pytest.param(
-            replace(SENT, cancelling_at=109.9, cancel_refused="too late"),
-            [],
-            [],
-            [Verdict.LOST],
-            id="its cancel was refused",
-        ),
+        ("it never ran", SENT, [], [], [Verdict.LOST]),
+        ("it waited for the end of an outage", SENT, [259], [OUTAGE], []),
+        ("too late even for that", SENT, [261], [OUTAGE], [Verdict.LOST]),
+        ("too late without a fault", SENT, [259], [], [Verdict.LOST]),
+        ("its producer got no answer", UNANSWERED, [], [], []),
+        ("unanswered and early", UNANSWERED, [109.9], [], [Verdict.EARLY]),
+        ("early", SENT, [109.9], [], [Verdict.EARLY]),
+        ("due times have milliseconds", SENT, [109.9995], [], []),
+        ("cancelled", CANCELLED, [], [], []),
+        ("cancelled but ran", CANCELLED, [111], [], [Verdict.CANCELLED_BUT_RAN]),
+        ("started while it was cancelled", TOO_LATE, [110.02], [], [Verdict.CANCELLED_BUT_RAN]),
+        ("a copy of it came first", RAN_BEFORE, [110.02], [], []),
+        ("its cancel got no answer", replace(SENT, cancelling_at=104), [], [], []),
+        ("its cancel was refused", REFUSED, [], [], [Verdict.LOST]),
     ],
 )
 def test_the_verdict_on_a_task(
-    task: Sent, runs: list[float], struck: list[Struck], expected: list[Verdict]
+    case: str, task: Sent, runs: list[float], struck: list[Struck], expected: list[Verdict]
 ) -> None:
     found = judged(task, *(replace(RAN, at=at) for at in runs), struck=tuple(struck))
     assert verdicts(found) == expected
@@ -227,57 +215,42 @@ def on_time(*due: float) -> list[tuple[float, float]]:
     return [(each, each + 0.1) for each in due]
 
 
+def verdicts_on_entry(
+    runs: list[Occurrence], struck: tuple[Struck, ...] = (), ended_at: float = 1022
+) -> list[EntryVerdict]:
+    found = judge_entries(runs, struck, began_at=1000, ended_at=ended_at)
+    never_ran = {finding.verdict for finding in found.findings if finding.number != 4}
+    assert EntryVerdict.SKIPPED in never_ran
+    return [finding.verdict for finding in found.findings if finding.number == 4]
+
+
+LATE = [*on_time(1005), (1010, 1021), *on_time(1020)]
+EARLY = [*on_time(1005), (1010, 1009.9), *on_time(1015, 1020)]
+
+
 @pytest.mark.parametrize(
-    ("runs", "struck", "expected"),
+    ("case", "runs", "struck", "expected"),
     [
-        pytest.param(on_time(1005, 1010, 1015, 1020), (), [], id="every due time ran"),
-        pytest.param(on_time(1005, 1010, 1020), (), [EntryVerdict.SKIPPED], id="one is missing"),
-        pytest.param(
-            [*on_time(1005), (1010, 1021), *on_time(1020)],
-            STRIKES,
-            [EntryVerdict.SKIPPED],
-            id="the run before it was late",
-        ),
-        pytest.param(
-            [*on_time(1005), (1010, 1009.9), *on_time(1015, 1020)],
-            (),
-            [EntryVerdict.EARLY],
-            id="early",
-        ),
-        pytest.param(
-            on_time(1005, 1010, 1012, 1015, 1017, 1020),
-            (),
-            [EntryVerdict.TWO_CHAINS] * 2,
-            id="two chains",
-        ),
-        pytest.param(
-            on_time(1005, 1005, 1010, 1015, 1020),
-            (),
-            [EntryVerdict.DOUBLED_IN_CALM],
-            id="twice without a fault",
-        ),
-        pytest.param(
-            on_time(1005, 1010, 1010, 1015, 1020), STRIKES, [EntryVerdict.DOUBLED], id="twice"
-        ),
+        ("every due time ran", on_time(1005, 1010, 1015, 1020), (), []),
+        ("one is missing", on_time(1005, 1010, 1020), (), ["SKIPPED"]),
+        ("the run before it was late", LATE, STRIKES, ["SKIPPED"]),
+        ("early", EARLY, (), ["EARLY"]),
+        ("two chains", on_time(1005, 1010, 1012, 1015, 1017, 1020), (), ["TWO_CHAINS"] * 2),
+        ("twice in calm", on_time(1005, 1005, 1010, 1015, 1020), (), ["DOUBLED_IN_CALM"]),
+        ("twice", on_time(1005, 1010, 1010, 1015, 1020), STRIKES, ["DOUBLED"]),
     ],
 )
 def test_each_due_time_of_an_entry_is_judged(
-    runs: list[tuple[float, float]],
-    struck: tuple[Struck, ...],
-    expected: list[EntryVerdict],
+    case: str, runs: list[tuple[float, float]], struck: tuple[Struck, ...], expected: list[str]
 ) -> None:
-    found = judge_entries(runs_of_entry(*runs), struck, began_at=1000, ended_at=1022)
-    assert [finding.verdict for finding in found.findings if finding.number == 4] == expected
-    never_ran = [finding for finding in found.findings if finding.number != 4]
-    assert {finding.verdict for finding in never_ran} >= {EntryVerdict.SKIPPED}
+    found = verdicts_on_entry(runs_of_entry(*runs), struck)
+    assert [verdict.name for verdict in found] == expected
 
 
 def test_two_messages_of_one_due_time_are_never_excused() -> None:
     runs = runs_of_entry(*on_time(1005, 1010, 1010, 1015, 1020))
     runs[2] = replace(runs[2], id="another")
-    found = judge_entries(runs, STRIKES, began_at=1000, ended_at=1022)
-    verdicts = [finding.verdict for finding in found.findings if finding.number == 4]
-    assert verdicts == [EntryVerdict.TWO_MESSAGES]
+    assert verdicts_on_entry(runs, STRIKES) == [EntryVerdict.TWO_MESSAGES]
 
 
 @pytest.mark.parametrize(
@@ -291,6 +264,4 @@ def test_due_times_may_be_left_out_after_a_hundred_late_runs(
     late = [(1000.0 + number * 5, now) for number in range(1, late_runs + 1)]
     runs = runs_of_entry(*late, (now + 5, now + 5))
     for ended_at in (now + 7, now + 2):  # after the last run, or before it
-        found = judge_entries(runs, (), began_at=1000, ended_at=ended_at)
-        verdicts = [finding.verdict for finding in found.findings if finding.number == 4]
-        assert verdicts == [expected] * 3
+        assert verdicts_on_entry(runs, ended_at=ended_at) == [expected] * 3

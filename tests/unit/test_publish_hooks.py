@@ -6,6 +6,7 @@ import functools
 import gc
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import celery
 import pytest
@@ -70,9 +71,10 @@ def replaced(function: Any) -> Any:
 WRAPPERS = [wrapped, wrapped_by_wrapt, replaced]
 
 
-def test_a_plain_app_has_no_hook() -> None:
-    app = make_app()
+def test_a_plain_app_has_no_hook_and_no_task_of_another() -> None:
+    app, other = make_app(), make_app()
     assert (hook_now(), hook_in(app), hook_of(installed(app), None)) == ("", "", "")
+    assert hook_of(installed(app), other.tasks["shop.remind"]) == "the task belongs to another app"
 
 
 @pytest.mark.parametrize("wrap", WRAPPERS)
@@ -171,23 +173,12 @@ def test_an_override_and_a_setting_of_the_users_own_are_found_and_named(
     assert named in hook_in(make_app(app, **task_options))
 
 
-def test_a_task_of_another_app_is_not_copied() -> None:
-    app, other = make_app(), make_app()
-    assert hook_of(installed(app), other.tasks["shop.remind"]) == "the task belongs to another app"
-
-
 @pytest.mark.parametrize("name", ["before_task_publish", "after_task_publish", "task_sent"])
 def test_a_signal_receiver_is_found_at_once(name: str) -> None:
-    signal = getattr(signals, name)
-
-    def receive(**_: Any) -> None:
-        """Listens."""
-
-    signal.connect(receive)
-    try:
-        assert hook_now() != ""
-    finally:
-        signal.disconnect(receive)
+    signal, receive = getattr(signals, name), Mock()
+    signal.connect(receive, weak=False)
+    assert hook_now() != ""
+    signal.disconnect(receive)
     assert hook_now() == ""
 
 
@@ -197,14 +188,8 @@ def test_a_method_replaced_after_install_is_called(
 ) -> None:
     """An APM may start later than the app."""
     app = make_app()
-    called = []
-    original = getattr(Celery, name)
-
-    def watching(self: Celery, *args: Any, **kwargs: Any) -> Any:
-        called.append(self)
-        return original(self, *args, **kwargs)
-
-    monkeypatch.setattr(Celery, name, watching)
+    watching = Mock(side_effect=getattr(Celery, name))
+    monkeypatch.setattr(Celery, name, lambda *args, **kwargs: watching(*args, **kwargs))
     app.send_task("shop.remind")
     app.close()
-    assert set(called) == {app}
+    assert {call.args[0] for call in watching.mock_calls} == {app}
