@@ -41,20 +41,16 @@ def test_a_good_server_has_no_findings() -> None:
 
 
 def test_valkey_is_named_with_its_redis_version() -> None:
+    assert str(server(redis_version="7.2.4", valkey_version="9.1.2")) == "Valkey 7.2.4"
+
+
+def test_an_old_server_is_refused_with_the_remedy() -> None:
     check_server(server(redis_version="6.2.0"), prefix="")
-    found = server(redis_version="7.2.4", valkey_version="9.1.2")
-    check_server(found, prefix="")
-    assert str(found) == "Valkey 7.2.4"
-
-
-@pytest.mark.parametrize("version", ["5.0.14", "6.1.9"])
-def test_an_old_server_is_refused_with_the_remedy(version: str) -> None:
-    with pytest.raises(UnsupportedBroker) as refused:
-        check_server(server(redis_version=version), prefix="")
-    assert str(refused.value) == (
-        f"expected Redis 6.2 or newer (or Valkey), found Redis {version}: upgrade the broker, or "
-        f"set native_delay_enabled = False"
-    )
+    for version in ("5.0.14", "6.1.9"):
+        with pytest.raises(
+            UnsupportedBroker, match=rf"6\.2 or newer .*, found Redis {version}: up"
+        ):
+            check_server(server(redis_version=version), prefix="")
 
 
 def test_a_server_without_info_is_accepted() -> None:
@@ -64,31 +60,26 @@ def test_a_server_without_info_is_accepted() -> None:
     assert finding.level == UNCHECKED
 
 
-@pytest.mark.parametrize("info", [{"cluster_enabled": 1}, {"redis_mode": "cluster"}])
-def test_a_cluster_is_refused_unless_all_keys_share_a_slot(info: dict[str, Any]) -> None:
-    found = server(**info)
-    for prefix in ("", "shop:", "{}:", "}{"):
-        with pytest.raises(UnsupportedBroker, match="cluster mode"):
-            check_server(found, prefix=prefix)
-    check_server(found, prefix="{shop}:")
+def test_a_cluster_is_refused_unless_all_keys_share_a_slot() -> None:
+    for found in (server(cluster_enabled=1), server(redis_mode="cluster")):
+        for prefix in ("", "shop:", "{}:", "}{"):
+            with pytest.raises(UnsupportedBroker, match="cluster mode"):
+                check_server(found, prefix=prefix)
+        check_server(found, prefix="{shop}:")
 
 
-@pytest.mark.parametrize(
-    ("info", "has_ttls", "level", "problem"),
-    [
-        ({"maxmemory_policy": "allkeys-lru"}, False, WRONG, "maxmemory-policy is allkeys-lru"),
-        ({"maxmemory_policy": "volatile-ttl"}, False, ADVICE, "maxmemory-policy is volatile-ttl"),
-        # Claims of tasks that are once, and the ids of cancelled tasks, have a TTL.
-        ({"maxmemory_policy": "volatile-ttl"}, True, WRONG, "maxmemory-policy is volatile-ttl"),
+def test_settings_that_may_lose_messages_are_found() -> None:
+    """Claims of tasks that are once, and the ids of cancelled tasks, have a TTL."""
+    lru, ttl = ({"maxmemory_policy": policy} for policy in ("allkeys-lru", "volatile-ttl"))
+    for info, has_ttls, level, problem in (
+        (lru, False, WRONG, "maxmemory-policy is allkeys-lru"),
+        (ttl, False, ADVICE, "maxmemory-policy is volatile-ttl"),
+        (ttl, True, WRONG, "maxmemory-policy is volatile-ttl"),
         ({"aof_enabled": 0}, False, WRONG, "appendonly is no"),
-    ],
-)
-def test_settings_that_may_lose_messages_are_found(
-    info: dict[str, Any], has_ttls: bool, level: str, problem: str
-) -> None:
-    (finding,) = kept(server(**info), has_ttls=has_ttls)
-    assert finding.problem.startswith(problem)
-    assert finding.level == level
+    ):
+        (finding,) = kept(server(**info), has_ttls=has_ttls)
+        assert finding.problem.startswith(problem)
+        assert finding.level == level
 
 
 def test_a_hosted_server_that_cannot_be_configured_is_given_advice_only() -> None:
