@@ -8,8 +8,6 @@ from unittest.mock import Mock
 
 import pytest
 from celery import Celery, signals
-from celery.app import base
-from kombu import Queue
 
 from celery_native_delay import Delay, KeyedResult, install
 from celery_native_delay.now import utc_now
@@ -59,14 +57,6 @@ def test_keyed_calls_send_plain_tasks(enabled: object) -> None:
     waits = [eta and datetime.fromisoformat(eta) - before for eta in found]
     assert [bool(wait) for wait in waits] == [True, False, True, False, True, True]
     assert all(590 < wait.total_seconds() < 660 for wait in waits if wait)
-
-
-@both
-def test_celerys_own_delayed_delivery_is_on_again(enabled: object) -> None:
-    app = app_with(enabled)
-    app.conf.task_queues = [Queue("orders", queue_arguments={"x-queue-type": "quorum"})]
-    app.connection_for_write().close()
-    assert base.detect_quorum_queues(app, "amqp") == (True, "orders")
 
 
 @both

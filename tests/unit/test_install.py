@@ -339,6 +339,8 @@ def test_with_enabled_false_the_app_behaves_as_without_install() -> None:
         assert asked_by(app) is None
         assert app.connection_for_write().transport_options == {}
         assert celery.app.base.detect_quorum_queues(app, "amqp") == (True, "quorum")
+    draining = with_quorum_queue(install(plain_app(), enabled="drain"))
+    assert celery.app.base.detect_quorum_queues(draining, "amqp") == (True, "quorum")
 
 
 def test_with_enabled_false_delay_ls_raises() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -43,51 +44,32 @@ def test_after_an_outage_the_api_must_prove_again_that_it_is_our_brokers(
 TOPOLOGY = Topology(DelaySettings(levels=2))
 
 
-class Vhost(ManagementAPI):
-    """Answers for a virtual host in which each of *queues* is bound to the delivery exchange."""
-
-    def __init__(self, *queues: dict[str, Any]) -> None:
-        self._queues = queues
-        self._patterns = [(queue["name"], f"*.*.%.{queue['name']}") for queue in queues]
-
-    def bound(self, queue: str, pattern: str) -> Vhost:
-        self._patterns = [(queue, pattern)]
-        return self
-
-    def names(self, kind: str, *, containing: str) -> list[str]:
-        return [containing] if self._queues else []
-
-    def bindings_from(self, exchange: str) -> list[dict[str, Any]]:
-        return [
-            {"destination_type": "queue", "destination": queue, "routing_key": pattern}
-            for queue, pattern in self._patterns
-        ]
-
-    def described(self, text: str = "") -> list[dict[str, Any]]:
-        return [*self._queues]
+def refusing(*queues: dict[str, Any], pattern: str = "") -> list[str]:
+    """What is said of a virtual host whose *queues* are bound to the delivery exchange."""
+    api = Mock(spec=ManagementAPI)
+    api.names.side_effect = lambda kind, containing: [containing] if queues else []
+    api.bindings_from.return_value = [
+        {
+            "destination_type": "queue",
+            "destination": queue["name"],
+            "routing_key": pattern or f"*.*.%.{queue['name']}",
+        }
+        for queue in queues
+    ]
+    api.described.return_value = [*queues]
+    return [str(found) for found in refusing_queues(api, TOPOLOGY)]
 
 
-def refusing(vhost: Vhost) -> list[str]:
-    return [str(found) for found in refusing_queues(vhost, TOPOLOGY)]
-
-
-def test_a_queue_that_refuses_messages_is_found_by_its_arguments_or_its_policy() -> None:
-    arguments = {"name": "a", "arguments": {"x-overflow": "reject-publish-dlx"}}
+def test_a_queue_that_refuses_messages_is_found_unless_it_holds_up_nobody() -> None:
+    rejects = {"x-overflow": "reject-publish-dlx"}
     policy = {"policy": "cap", "effective_policy_definition": {"overflow": "reject-publish"}}
-    assert refusing(Vhost(arguments, {"name": "b"} | policy)) == [
+    assert refusing({"name": "a", "arguments": rejects}, {"name": "b"} | policy) == [
         "queue 'a' may refuse messages, and its arguments set x-overflow: reject-publish-dlx",
         "queue 'b' may refuse messages, and policy 'cap' sets overflow: reject-publish",
     ]
-
-
-def test_a_queue_that_holds_up_nobody_is_not_found() -> None:
-    rejects = {"x-overflow": "reject-publish"}
-    assert refusing(Vhost()) == []
-    assert refusing(Vhost({"name": "a"}, {"name": "b", "arguments": {"x-max-length": 1}})) == []
-    # The arguments of a queue count, not the policy that says otherwise.
-    policy = {"policy": "cap", "effective_policy_definition": {"overflow": "reject-publish"}}
+    assert refusing() == []
+    assert refusing({"name": "a"}, {"name": "b", "arguments": {"x-max-length": 1}}) == []
     drops = {"name": "a", "arguments": {"x-overflow": "drop-head"}}
-    assert refusing(Vhost(drops | policy)) == []
-    # A landing queue stands in front of this one.
-    behind = Vhost({"name": "a", "arguments": rejects}).bound("a", TOPOLOGY.own_pattern("a"))
-    assert refusing(behind) == []
+    assert refusing(drops | policy) == [], "the arguments of a queue count before its policy"
+    behind = TOPOLOGY.own_pattern("a")
+    assert refusing({"name": "a", "arguments": rejects}, pattern=behind) == [], "a landing queue"

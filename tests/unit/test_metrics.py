@@ -119,9 +119,8 @@ def test_entries_have_a_due_time_and_a_lateness_unless_they_are_paused_or_unknow
 
 
 def test_the_table_says_if_a_task_may_start_now_and_if_there_are_more_lines() -> None:
-    *_, row, end = shown(
-        LINES[:1], True, datetime.fromtimestamp(NOW_US / 1e6 + 5, UTC)
-    ).splitlines()
+    later = datetime.fromtimestamp(NOW_US / 1e6 + 5, UTC)
+    *_, row, end = shown(LINES[:1], True, later).splitlines()
     assert "  now  " in row
     assert end == "3,900 task(s) waiting in 1 line(s); there are more: raise --limit"
 

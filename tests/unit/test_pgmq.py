@@ -35,33 +35,20 @@ def opened(**settings: Any) -> Any:
     return channel
 
 
-def sent(**headers: Any) -> dict[str, Any]:
-    """The arguments that kombu passes to pgmq's ``send`` for a message with these headers."""
+def sent(made: Any, eta: str | None) -> Any:
+    """The delay that kombu passes to pgmq's ``send`` for a message with this header; or None."""
+    message = {"headers": {} if eta is None else {"eta": eta}, "properties": {"priority": 0}}
+    return made._pgmq_send_kwargs(message).get("delay")
+
+
+def test_a_delay_is_rounded_up_to_whole_seconds_at_each_attempt() -> None:
+    """As if the attempts before had taken so long."""
     made = opened()
-    message = {"headers": headers, "properties": {"priority": 0}}
-    found: dict[str, Any] = made._pgmq_send_kwargs(message)
-    return found
-
-
-@pytest.mark.parametrize(("seconds", "delay"), [(0.3, 1), (4.5, 5), (3600, 3600)])
-def test_a_delay_is_rounded_up_to_whole_seconds(seconds: float, delay: int) -> None:
-    assert sent(eta=eta_in(seconds))["delay"] == delay
-
-
-def test_a_message_that_is_due_or_has_no_eta_has_no_delay() -> None:
-    assert "delay" not in sent(eta=eta_in(-5))
-    assert "delay" not in sent(task="shop.remind")
+    delays = [(3600, 3600), (4.5, 5), (0.3, 1), (-5, None)]
+    assert [sent(made, eta_in(seconds)) for seconds, _ in delays] == [delay for _, delay in delays]
+    assert sent(made, None) is None
 
 
 def test_a_delay_beyond_the_levels_is_refused() -> None:
-    message = {"headers": {"eta": eta_in(60)}, "properties": {"priority": 0}}
     with pytest.raises(DelayTooLong, match=r"1 min exceeds the longest delay of 31\.875 s"):
-        opened(levels=8)._pgmq_send_kwargs(message)
-
-
-def test_a_second_attempt_computes_its_delay_again() -> None:
-    made = opened()
-    message = {"headers": {"eta": eta_in(60)}, "properties": {"priority": 0}}
-    assert made._pgmq_send_kwargs(message)["delay"] == 60
-    message["headers"]["eta"] = eta_in(-1)  # as if the first call had taken this long
-    assert "delay" not in made._pgmq_send_kwargs(message)
+        sent(opened(levels=8), eta_in(60))

@@ -115,13 +115,19 @@ def test_a_task_starts_when_its_queue_allows_it_and_others_ask_no_queue(shop: Sh
     assert shop.asked == [("call_api\nada", None)]
 
 
+@pytest.mark.parametrize("longest", [None, 60])
 @pytest.mark.parametrize("rates", [Rate("1/h", key="tenant")], indirect=True)
-def test_a_task_with_a_long_wait_waits_in_the_broker(shop: Shop) -> None:
+def test_a_task_with_a_long_wait_waits_in_the_broker_at_most_for_the_longest_delay(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch, longest: int | None
+) -> None:
     """It comes back a little before its start, and starts on time."""
+    if longest is not None:
+        monkeypatch.setattr(shop.rated, "_longest_us", longest * 1_000_000)
     for number in (1, 2):
         shop.call("ada", number)
     (task,) = Delay(shop.app).ls()
-    assert HOUR - 1 < task.due_us / 1e6 - shop.began.timestamp() < HOUR
+    waits = task.due_us / 1e6 - shop.began.timestamp()
+    assert HOUR - 1 < waits < HOUR if longest is None else waits == longest
     assert shop.prefetched_beside() == 0
     shop.clock.run_all()
     assert shop.ran == [(0, "ada", 1), (HOUR, "ada", 2)]
@@ -136,18 +142,6 @@ def test_a_task_with_a_short_wait_waits_in_the_worker(shop: Shop) -> None:
     shop.clock.run_all()
     assert shop.ran == [(0, "ada", 0), (0.1, "ada", 1), (0.2, "ada", 2)]
     assert shop.prefetched_beside() == 0
-
-
-@pytest.mark.parametrize("rates", [Rate("1/h", key="tenant")], indirect=True)
-def test_a_wait_beyond_the_longest_delay_is_split(
-    shop: Shop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shop.rated, "_longest_us", 60_000_000)
-    for number in (1, 2):
-        shop.call("ada", number)
-    assert Delay(shop.app).ls()[0].due_us / 1e6 - shop.began.timestamp() == 60
-    shop.clock.run_all()
-    assert shop.ran == [(0, "ada", 1), (HOUR, "ada", 2)]
 
 
 def test_the_place_of_a_task_ends_with_its_start(shop: Shop) -> None:
@@ -170,12 +164,6 @@ def test_a_key_that_is_no_argument_of_the_task_is_refused_at_boot(shop: Shop) ->
     settings = DelaySettings(rates={"call_api": Rate("1/s", key="tenat")})
     with pytest.raises(SettingsError, match=r"one of its arguments, tenant, number; got 'tenat'"):
         Rated(settings, shop.app.tasks)
-
-
-@pytest.mark.parametrize("rates", [Rate("1/s", key=lambda *_: 1 / 0)], indirect=True)
-def test_a_task_whose_key_cannot_be_computed_is_limited_without_a_key(shop: Shop) -> None:
-    shop.call("ada")
-    assert shop.asked == [("call_api", None)]
 
 
 # ---- without a free process ---------------------------------------------------------------------

@@ -190,22 +190,13 @@ def test_a_task_that_cannot_be_put_back_is_held_by_celery(worker: Worker) -> Non
     assert worker.ran == [(60, worker.at(60))]
 
 
-@pytest.mark.parametrize(
-    ("message", "queue"),
-    [
-        ({"delivery_info": {"consumer_tag": "2"}}, "jobs"),
-        ({"delivery_info": {"consumer_tag": "9"}}, ""),
-        ({"consumed_from": "side"}, "side"),
-        ({"consumed_from": ""}, ""),
-    ],
-)
-def test_the_queue_of_a_message_is_known_by_its_consumer_or_its_attribute(
-    message: dict[str, Any], queue: str
-) -> None:
+def test_the_queue_of_a_message_is_known_by_its_consumer_or_its_attribute() -> None:
     """Redis has no consumer tags. A broadcast has no queue, so each worker holds it."""
     tags = SimpleNamespace(_active_tags={"celery": "1", "jobs": "2"})
-    consumer = SimpleNamespace(task_consumer=tags)
-    assert queue_of(consumer, SimpleNamespace(**message)) == queue
+    for tag, queue in (("2", "jobs"), ("9", "")):
+        by_tag = SimpleNamespace(delivery_info={"consumer_tag": tag})
+        assert queue_of(SimpleNamespace(task_consumer=tags), by_tag) == queue
+    assert queue_of(SimpleNamespace(task_consumer=tags), SimpleNamespace(consumed_from="")) == ""
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -285,17 +276,22 @@ def test_gates_are_asked_only_about_messages_that_concern_them(worker: Worker) -
 
 @pytest.mark.parametrize("waited", [None, {}])
 def test_a_gate_that_has_not_decided_is_asked_again(worker: Worker, waited: Any) -> None:
-    """Then the task runs as without a lookup, with its ETA still in the message."""
+    """Then the task runs as without a lookup, with its ETA still in the message.
+
+    The loop is woken for it.
+    """
+    woken: list[float] = []
+    worker.consumer.strategies.wake = lambda: woken.append(1)
     worker.gate(gate := Asking())
     worker.receives(eta=-1, waited=waited)
     (arrival,) = gate.arrivals
     assert (arrival.name, arrival.id, arrival.queue) == ("t", "1", "side")
     assert not arrival.message.acknowledged
-    assert worker.ran == []
+    assert worker.ran == woken == []
     worker.clock.advance(seconds=1)
     assert worker.ran == [(0.5, worker.at(-1))]
     assert arrival.message.headers["eta"] == worker.at(-1)
-    assert len(gate.arrivals) == 2
+    assert (len(gate.arrivals), woken) == (2, [1])
 
 
 @pytest.mark.parametrize("from_here", [False, True])
@@ -392,16 +388,6 @@ def test_a_faulty_gate_is_asked_again_if_the_task_cannot_wait_in_the_broker(
 
 def faulty(_: Arrival) -> Ruling | None:
     raise RuntimeError("a fault")
-
-
-def test_the_strategies_wake_the_loop_for_a_gate_that_is_asked_again(worker: Worker) -> None:
-    woken: list[float] = []
-    worker.consumer.strategies.wake = lambda: woken.append(1)
-    worker.gate(Asking())
-    worker.receives(waited={})
-    assert woken == []
-    worker.clock.advance(seconds=1)
-    assert woken == [1]
 
 
 def test_an_idle_loop_runs_a_new_callback_at_once() -> None:

