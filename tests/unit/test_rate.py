@@ -17,22 +17,17 @@ def call_api(tenant: str, number: int = 0, *, region: str = "eu", **more: Any) -
     """A task's function."""
 
 
-@pytest.mark.parametrize(
-    ("limit", "count", "period_us"),
-    [
+def test_the_spacing_of_starts_has_a_margin_of_one_percent() -> None:
+    """If a start is late and the next one on time, the limit still holds."""
+    for limit, count, period_us in (
         ("10/s", 10, 1_000_000),
         ("7/h", 7, 3_600_000_000),
         ("50/10s", 50, 10_000_000),
-    ],
-)
-def test_the_spacing_of_starts_has_a_margin_of_one_percent(
-    limit: str, count: int, period_us: int
-) -> None:
-    """If a start is late and the next one on time, the limit still holds."""
-    rate = Rate(limit)
-    assert (rate.count, rate.period_us) == (count, period_us)
-    surplus_us = rate.spacing_us * count - period_us
-    assert 0.01 * period_us <= surplus_us <= 0.011 * period_us + count
+    ):
+        rate = Rate(limit)
+        assert (rate.count, rate.period_us) == (count, period_us)
+        surplus_us = rate.spacing_us * count - period_us
+        assert 0.01 * period_us <= surplus_us <= 0.011 * period_us + count
 
 
 @pytest.mark.parametrize(
@@ -88,15 +83,12 @@ def test_the_key_of_a_task(
     assert rate.key_of(args, kwargs, {"tenant": "bob"}, signature(call_api)) == found
 
 
-@pytest.mark.parametrize("found", [object(), 1.5])
-def test_a_key_callable_returns_str_int_or_bool(found: object) -> None:
+def test_a_key_callable_returns_str_int_or_bool_that_can_be_encoded() -> None:
     """The text of an object may differ for each task. Then no task would be limited."""
-    rate = Rate("1/s", key=lambda args, kwargs, headers: found)
-    with pytest.raises(ValueError, match="key callable to return str, int, bool or None, got "):
-        rate.key_of([], {}, {})
-
-
-def test_a_key_that_cannot_be_encoded_is_refused() -> None:
+    for found in (object(), 1.5):
+        rate = Rate("1/s", key=lambda args, kwargs, headers, found=found: found)
+        with pytest.raises(ValueError, match="key callable to return str, int, bool or None, got "):
+            rate.key_of([], {}, {})
     rate = Rate("1/s", key="tenant")
     with pytest.raises(ValueError, match="without lone surrogates, got 'a"):
         rate.key_of([], {"tenant": "a\ud800"}, {})
@@ -138,28 +130,20 @@ def test_the_text_of_a_rate_is_the_call_that_makes_it() -> None:
         assert eval(repr(rate)) == rate
 
 
-@pytest.mark.parametrize(
-    ("when", "seconds"),
-    [
+def test_the_seconds_of_retry_after_also_when_it_was_pickled() -> None:
+    now = datetime(2026, 1, 1, tzinfo=UTC)
+    for when, seconds in (
         (30, 30.0),
         ("30", 30.0),
         (-3, 0.0),
         ("Thu, 01 Jan 2026 00:01:30 GMT", 90.0),
         ("Wed, 31 Dec 2025 00:01:30 GMT", 0.0),
-    ],
-)
-def test_the_seconds_of_retry_after(when: Any, seconds: float) -> None:
-    assert RetryAfter(when).seconds(datetime(2026, 1, 1, tzinfo=UTC)) == seconds
+    ):
+        assert pickle.loads(pickle.dumps(RetryAfter(when))).seconds(now) == seconds
 
 
 @pytest.mark.parametrize("when", [None, "soon", float("nan"), 10**400])
 def test_retry_after_refuses_an_invalid_time(when: Any) -> None:
-    expected = r"expected RetryAfter\(…\) of seconds, or of an HTTP server's Retry-After"
-    with pytest.raises(InvalidDueTime, match=expected) as raised:
+    with pytest.raises(InvalidDueTime, match="an HTTP server's Retry-After") as refused:
         RetryAfter(when)
-    assert str(raised.value).endswith(f"got {when!r}")
-
-
-def test_retry_after_survives_pickling() -> None:
-    again = pickle.loads(pickle.dumps(RetryAfter("Thu, 01 Jan 2026 00:01:30 GMT")))
-    assert again.seconds(datetime(2026, 1, 1, tzinfo=UTC)) == 90.0
+    assert str(refused.value).endswith(f"got {when!r}")

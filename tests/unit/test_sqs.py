@@ -81,12 +81,10 @@ def test_the_deduplication_id_differs_per_hop_and_not_per_attempt() -> None:
     assert first.arguments()["MessageGroupId"] == first.again(1).arguments()["MessageGroupId"]
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{}\n", "hello\nworld", '{"v": 1}\nbody', "[1]\n", '{"v":2}\n']
-)
-def test_a_foreign_message_in_a_delay_queue_is_recognized(text: str) -> None:
-    with pytest.raises(ValueError):
-        opened(text)
+def test_a_foreign_message_in_a_delay_queue_is_recognized() -> None:
+    for text in ("", "{}\n", "hello\nworld", '{"v": 1}\nbody', "[1]\n", '{"v":2}\n'):
+        with pytest.raises(ValueError):
+            opened(text)
 
 
 def test_a_message_of_the_largest_size_passes_and_one_byte_more_is_refused() -> None:
@@ -94,7 +92,7 @@ def test_a_message_of_the_largest_size_passes_and_one_byte_more_is_refused() -> 
     assert payload.size_bytes == MOST_BYTES
     check_size(payload.size_bytes, queue="jobs")
     with pytest.raises(CannotDelay, match=r"at most 1,048,576 bytes.*got 1,048,577 for 'jobs'"):
-        check_size(Payload("x" * (MOST_BYTES + 1)).size_bytes, queue="jobs")
+        check_size(MOST_BYTES + 1, queue="jobs")
     entry = SqsEntry("id", 5000, 1, Payload("x" * (MOST_BYTES - 10)))
     assert entry.size_bytes > MOST_BYTES, "the line in front counts as well"
 
@@ -108,35 +106,29 @@ def good(**changed: str | None) -> dict[str, str]:
 
 
 def test_a_delay_queue_that_we_create_passes_our_checks() -> None:
+    """With the users' attributes, without a redrive policy."""
     assert delay_queue_of("jobs") == "jobs-delay.fifo"
     assert can_delay("jobs")
     assert not can_delay("jobs.fifo")
-    assert good()["DelaySeconds"] == "900"
-    assert good()["MessageRetentionPeriod"] == str(14 * 86400)
-    assert mismatches("jobs-delay.fifo", good()) == []
+    wanted = {"KmsMasterKeyId": "alias/shop", "RedrivePolicy": "…", "DelaySeconds": "5"}
+    made = attributes_of(wanted)
+    assert made == attributes_of({}) | {"KmsMasterKeyId": "alias/shop"}
+    assert (made["DelaySeconds"], made["MessageRetentionPeriod"]) == ("900", str(14 * 86400))
+    assert mismatches("jobs-delay.fifo", made) == []
 
 
-@pytest.mark.parametrize(
-    ("changed", "named"),
-    [
+def test_each_wrong_attribute_is_named() -> None:
+    for changed, named in (
         ({"DelaySeconds": "0"}, "DelaySeconds is 0, expected 900: aws sqs set-queue-attributes"),
         ({"MessageRetentionPeriod": "345600"}, "is 345600, expected 1209600"),
         ({"RedrivePolicy": '{"maxReceiveCount":3}'}, 'RedrivePolicy is {"maxReceiveCount":3}'),
         ({"FifoQueue": None}, "expected a FIFO queue: delete it"),
-    ],
-)
-def test_each_wrong_attribute_is_named(changed: dict[str, str | None], named: str) -> None:
-    sentence = str(*mismatches("jobs-delay.fifo", good(**changed)))
-    assert sentence.startswith("jobs-delay.fifo: ")
-    assert named in sentence
-
-
-def test_a_delay_queue_gets_the_users_attributes_without_a_redrive_policy() -> None:
-    wanted = {"KmsMasterKeyId": "alias/shop", "RedrivePolicy": "…", "DelaySeconds": "5"}
-    made = attributes_of(wanted)
-    assert made["KmsMasterKeyId"] == "alias/shop"
-    assert "RedrivePolicy" not in made
-    assert made["DelaySeconds"] == "900"
+    ):
+        found = {**attributes_of({}), **changed}
+        kept = {name: value for name, value in found.items() if value is not None}
+        (sentence,) = mismatches("jobs-delay.fifo", kept)
+        assert str(sentence).startswith("jobs-delay.fifo: ")
+        assert named in str(sentence)
 
 
 def test_visible_messages_are_overdue_if_no_relay_holds_any() -> None:
@@ -179,9 +171,8 @@ def test_on_sqs_a_command_waits_seconds_for_an_answer_and_the_relay_a_long_poll(
 # ---- hops ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("ms", "seconds"), [(-5, 0), (0, 0), (1, 1), (1000, 1), (1001, 2)])
-def test_a_delay_is_rounded_up_to_whole_seconds(ms: int, seconds: int) -> None:
-    assert seconds_up(ms) == seconds
+def test_a_delay_is_rounded_up_to_whole_seconds() -> None:
+    assert [seconds_up(ms) for ms in (-5, 0, 1, 1000, 1001)] == [0, 0, 1, 1, 2]
 
 
 delays_ms = st.integers(0, 10 * 365 * 86_400_000)
