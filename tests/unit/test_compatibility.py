@@ -28,7 +28,7 @@ from celery_native_delay.rates.line import Line, places_in
 from celery_native_delay.rates.rate import Rate
 from celery_native_delay.records.cancelled import note_cancelled, was_cancelled
 from celery_native_delay.records.interface import Change, RecordName, Snapshot
-from celery_native_delay.schedules.entry import ScheduleEntry as ScheduleEntry
+from celery_native_delay.schedules.entry import ScheduleEntry
 from celery_native_delay.schedules.release import Release, Rival, rivalled, taken_over
 from celery_native_delay.schedules.state import Occurrence, State, occurrence_of
 from celery_native_delay.store.entry import StoreEntry

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from celery import Celery
-from celery.result import AsyncResult, EagerResult
+from celery.result import EagerResult
 
 from celery_native_delay import KeyedResult
 from celery_native_delay.app.keyed import EagerKeyedResult, keyed_result
@@ -22,7 +22,10 @@ def app() -> Iterator[Celery]:
     app.close()
 
 
-@pytest.mark.parametrize("copied", [copy.copy, lambda found: pickle.loads(pickle.dumps(found))])
+COPIED = [copy.copy, lambda found: pickle.loads(pickle.dumps(found))]
+
+
+@pytest.mark.parametrize("copied", COPIED)
 @pytest.mark.parametrize("told", [{}, {"created": False}, {"replaced": "six"}])
 def test_a_keyed_result_pickles_copies_and_compares_as_celerys(
     app: Celery, copied: Callable[[Any], Any], told: dict[str, Any]
@@ -38,6 +41,17 @@ def test_a_keyed_result_pickles_copies_and_compares_as_celerys(
     assert found.state == plain.state == "PENDING"
 
 
+@pytest.mark.parametrize("copied", COPIED)
+def test_an_eager_keyed_result_pickles_copies_and_compares_as_celerys(
+    copied: Callable[[Any], Any],
+) -> None:
+    plain = EagerResult("seven", 7, "SUCCESS", name="shop.add")
+    found = copied(keyed_result(copy.copy(plain)))
+    assert isinstance(found, EagerKeyedResult)
+    assert found == plain
+    assert (found.get(), found.state, found.created, found.replaced) == (7, "SUCCESS", True, None)
+
+
 def test_a_keyed_result_keeps_the_attributes_of_celerys() -> None:
     with Celery("shop", broker="memory://", set_as_current=False) as other:
         plain = other.AsyncResult("seven")
@@ -46,15 +60,3 @@ def test_a_keyed_result_keeps_the_attributes_of_celerys() -> None:
         assert found.app is other
         assert found.ignored
         assert found.get() is None
-
-
-@pytest.mark.parametrize("copied", [copy.copy, lambda found: pickle.loads(pickle.dumps(found))])
-def test_an_eager_keyed_result_pickles_copies_and_compares_as_celerys(
-    app: Celery, copied: Callable[[Any], Any]
-) -> None:
-    plain = EagerResult("seven", 7, "SUCCESS", name="shop.add")
-    found = copied(keyed_result(copy.copy(plain)))
-    assert isinstance(found, EagerKeyedResult)
-    assert isinstance(found, KeyedResult | AsyncResult)
-    assert found == plain
-    assert (found.get(), found.state, found.created, found.replaced) == (7, "SUCCESS", True, None)

@@ -44,18 +44,6 @@ def local(of: object, after: str, count: int, zone: ZoneInfo = BERLIN) -> list[s
     return shown
 
 
-def test_a_skipped_local_time_is_due_when_the_clocks_jump_and_a_repeated_one_once() -> None:
-    assert local(crontab(hour=2, minute=30), "2026-03-27T12:00+00:00", 3) == [
-        "2026-03-28T02:30+01:00",
-        "2026-03-29T03:00+02:00",
-        "2026-03-30T02:30+02:00",
-    ]
-    assert local(crontab(hour=2, minute=30), "2026-10-24T12:00+00:00", 2) == [
-        "2026-10-25T02:30+02:00",
-        "2026-10-26T02:30+01:00",
-    ]
-
-
 def test_an_interval_runs_on_while_the_clocks_change() -> None:
     every_minute = schedule(timedelta(minutes=1))
     for begin in ("2026-10-25T00:58+00:00", "2026-10-25T01:58+00:00", "2026-03-29T00:58+00:00"):

@@ -108,13 +108,6 @@ class Request:
 # ---- one task -----------------------------------------------------------------------------------
 
 
-def test_a_task_starts_when_its_queue_allows_it_and_others_ask_no_queue(shop: Shop) -> None:
-    shop.call("ada")
-    shop.call("other", name="other")
-    assert shop.ran == [(0, "ada", 0), (0, "other")]
-    assert shop.asked == [("call_api\nada", None)]
-
-
 @pytest.mark.parametrize("longest", [None, 60])
 @pytest.mark.parametrize("rates", [Rate("1/h", key="tenant")], indirect=True)
 def test_a_task_with_a_long_wait_waits_in_the_broker_at_most_for_the_longest_delay(
@@ -151,13 +144,6 @@ def test_the_place_of_a_task_ends_with_its_start(shop: Shop) -> None:
     shop.clock.run_all()
     assert shop.ran == [(0, "ada", 1), (0.1, "ada", -1), (2.1, "ada", -1)]
     assert [place is None for _, place in shop.asked] == [True, True, False, True]
-
-
-@pytest.mark.parametrize("place", ['{"call_api\\nbob": 123}', "123", "x ada", "[", '{"all": 1e5}'])
-def test_a_place_in_another_queue_and_a_malformed_one_are_ignored(shop: Shop, place: str) -> None:
-    shop.app.send_task("call_api", ("ada",), headers={PLACE: place})
-    shop.clock.advance()
-    assert shop.asked == [("call_api\nada", None)]
 
 
 def test_a_key_that_is_no_argument_of_the_task_is_refused_at_boot(shop: Shop) -> None:
@@ -253,18 +239,7 @@ def test_tasks_start_in_the_order_of_their_places_whichever_comes_first(shop: Sh
     assert [number for *_, number in shop.ran] == [0, 1, 2, 3, 4]
 
 
-SEVERAL = [Rate("10/s", key="tenant"), Rate("36000/h", name="all")]
 LOCKED = Rate("10/s", key="tenant", concurrent=1)
-
-
-@pytest.mark.parametrize("rates", [SEVERAL], indirect=True)
-def test_a_task_with_several_limits_waits_for_the_one_with_the_longest_wait(shop: Shop) -> None:
-    for tenant in ("ada", "bob", "bob"):
-        shop.call(tenant)
-    shop.clock.run_all()
-    assert [at for at, *_ in shop.ran] == [0, 0.1, 0.2]
-    limits = {limit for limit, place in shop.asked if place is not None}
-    assert limits == {"all", "call_api\nbob"}
 
 
 @pytest.mark.parametrize("rates", [LOCKED], indirect=True)

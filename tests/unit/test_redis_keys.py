@@ -36,21 +36,6 @@ def test_the_names_of_version_2_are_frozen() -> None:
     assert member_of(message(id="task-1"), "celery") == "task-1:u2yCm81Mnozy"
 
 
-def test_retries_and_copies_of_a_task_have_different_members() -> None:
-    members = {
-        member_of(message(tag, id="task-1"), queue) for tag in ("1", "2") for queue in ("a", "b")
-    }
-    assert len(members) == 4
-    assert all(member.startswith("task-1:") for member in members)
-
-
-def test_the_member_of_a_message_without_a_task_id() -> None:
-    named = message() | {"properties": {"delivery_tag": "tag-1", "correlation_id": "c-1"}}
-    assert member_of(named, "a").startswith("c-1:")
-    assert member_of(message(), "a").startswith("tag-1:")
-    assert member_of({"properties": {"delivery_tag": "t"}, "headers": None}, "a").startswith("t:")
-
-
 names = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 
 
