@@ -27,7 +27,6 @@ from ..moving import MovingPart
 from ..stored_bulk import StoredMessage, template_class
 from ..storing import PUBLISH_SECONDS, StoringChannel
 from .channels import Publication
-from .deaths import handle_frames
 from .delays import RabbitDelays
 from .from_store import RowPublisher, entry_of, entry_of_wait
 from .mirror import is_internal
@@ -278,7 +277,7 @@ class Connection(pyamqp.Connection):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         option = kwargs.pop(OPTION)
         kwargs["socket_settings"] = _patient(kwargs.get("socket_settings"))
-        super().__init__(*args, frame_handler=handle_frames, **kwargs)
+        super().__init__(*args, **kwargs)
         try:
             self.delays = RabbitDelays(self, settings_from_option(option))
         except SettingsError as exc:
