@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
-import flower as stock
 import pytest
 from celery import Celery
 
 from celery_native_delay import SettingsError
 from celery_native_delay.flower.app import patched
 from celery_native_delay.flower.asking import Asking
-
-TEMPLATES = Path(stock.__file__).parent / "templates"
 
 
 def test_an_unknown_template_stays_unchanged() -> None:

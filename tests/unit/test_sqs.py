@@ -100,11 +100,6 @@ def test_a_message_of_the_largest_size_passes_and_one_byte_more_is_refused() -> 
 # ---- delay queues ----------------------------------------------------------------------------
 
 
-def good(**changed: str | None) -> dict[str, str]:
-    attributes: dict[str, str | None] = {**attributes_of({}), **changed}
-    return {name: value for name, value in attributes.items() if value is not None}
-
-
 def test_a_delay_queue_that_we_create_passes_our_checks() -> None:
     """With the users' attributes, without a redrive policy."""
     assert delay_queue_of("jobs") == "jobs-delay.fifo"
