@@ -1,4 +1,4 @@
-"""The rules of schedule entries: what is planted, what runs, and what is dropped."""
+"""The rules of schedule entries: where they are read, what is planted, what runs or is dropped."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from celery.beat import BeatLazyFunc
+from celery import Celery
+from celery.beat import BeatLazyFunc, Scheduler
 from celery.schedules import BaseSchedule, crontab, schedule, solar
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_native_delay.errors import CannotDelay, SettingsError
+from celery_native_delay import CannotDelay, SettingsError, install
+from celery_native_delay.app import beat
+from celery_native_delay.app.schedules import Schedules
 from celery_native_delay.records.interface import Change, Snapshot
 from celery_native_delay.schedules.entry import ScheduleEntry, parsed
 from celery_native_delay.schedules.release import InForce, Release, taken_over
@@ -396,3 +399,56 @@ def test_a_worker_of_an_older_version_publishes_nothing(older: Any, newer: Any) 
     assert not take_over(stored, release(older, b=entry()))[1].is_ours
     assert not take_over(stored, release(older, a=entry()))[1].is_ours
     assert take_over(stored, release(newer, b=entry()))[1].is_ours
+
+
+# ---- the setting beat_scheduler ------------------------------------------------------------------
+
+
+class OwnScheduler(Scheduler):
+    """Takes what Celery's beat passes by keyword, as sqlalchemy-celery-beat and redisbeat do."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        assert not args
+        assert {"app", "schedule_filename", "max_interval", "lazy"} == {*kwargs}
+        super().__init__(**kwargs)
+
+    def setup_schedule(self) -> None:
+        self.add(name="own", task="shop.own", schedule=60.0)
+
+
+class RedBeatScheduler(Scheduler):
+    __module__ = "redbeat.schedulers"
+
+
+class OwnRedBeat(RedBeatScheduler):
+    __module__ = "shop.beat"
+
+
+def app_with(beat_scheduler: Any) -> Celery:
+    app = Celery("shop", broker="redis://", set_as_current=False)
+    app.conf.beat_scheduler = beat_scheduler
+    return install(app, schedules=True)
+
+
+def test_a_scheduler_is_made_as_celerys_beat_makes_it() -> None:
+    assert [*Schedules(app_with(OwnScheduler))._read_entries()] == ["own"]
+
+
+def test_a_scheduler_is_named_by_its_entry_point_as_for_celerys_beat(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    points = (("shop", f"{__name__}:OwnScheduler"),)
+    monkeypatch.setattr(beat, "load_extension_class_names", lambda _: points)
+    assert [*Schedules(app_with("shop"))._read_entries()] == ["own"]
+
+
+@pytest.mark.parametrize("kind", [RedBeatScheduler, OwnRedBeat])
+def test_redbeat_is_refused_by_name_with_the_way_out(kind: Any) -> None:
+    """Its ``schedule`` has only the entries that are due now, so entries would come and go."""
+    with pytest.raises(SettingsError, match=r"got .*RedBeat.*Move these entries to beat_schedule"):
+        Schedules(app_with(kind))._read_entries()
+
+
+def test_an_unknown_scheduler_is_an_error_of_the_setting() -> None:
+    with pytest.raises(SettingsError, match=r"expected beat_scheduler to name .*got 'djnago'"):
+        Schedules(app_with("djnago"))._read_entries()
