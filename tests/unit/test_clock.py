@@ -16,15 +16,7 @@ from kombu.transport import memory
 from sqlalchemy import create_engine
 from sqlalchemy.orm import Session
 
-from celery_native_delay import (
-    Delay,
-    Rate,
-    SettingsError,
-    Verdict,
-    in_transaction,
-    install,
-    now,
-)
+from celery_native_delay import Delay, Rate, SettingsError, Verdict, in_transaction, install, now
 from celery_native_delay.clock import Clock, StillWaiting
 from celery_native_delay.clock import clock as clock_module
 from celery_native_delay.worker import in_time

@@ -11,12 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_native_delay.due_time import (
-    check_countdown,
-    check_due,
-    due_us,
-    units_until,
-)
+from celery_native_delay.due_time import check_countdown, check_due, due_us, units_until
 from celery_native_delay.durations import duration, moment_of, seconds_of
 from celery_native_delay.errors import DelayTooLong, InvalidDueTime
 
@@ -55,16 +50,11 @@ def test_a_countdown_of_5_s_is_40_units_even_up_to_a_millisecond_later(later_us:
     ],
     ids=str,
 )
-def test_an_eta_may_be_written_in_any_way_and_a_naive_one_is_utc(
-    eta: datetime | str,
-) -> None:
+def test_an_eta_may_be_written_in_any_way_and_a_naive_one_is_utc(eta: datetime | str) -> None:
     assert due_us(eta) == NOON_US
 
 
-@given(
-    moment=st.datetimes(timezones=st.timezones()),
-    more_us=st.integers(0, 10**9),
-)
+@given(moment=st.datetimes(timezones=st.timezones()), more_us=st.integers(0, 10**9))
 def test_microseconds_are_exact_in_every_time_zone(moment: datetime, more_us: int) -> None:
     text = moment.isoformat()
     assert due_us(text) == due_us(moment)

@@ -17,14 +17,7 @@ from celery_native_delay.now import utc_now
 from celery_native_delay.records.interface import RecordName, Snapshot
 from celery_native_delay.schedules.state import HEADER as OCCURRENCE
 from celery_native_delay.settings import DelaySettings
-from celery_native_delay.worker.arrival import (
-    AWAY_US,
-    Announce,
-    Arrival,
-    AskAgain,
-    Drop,
-    WaitUntil,
-)
+from celery_native_delay.worker.arrival import AWAY_US, Announce, Arrival, AskAgain, Drop, WaitUntil
 from celery_native_delay.worker.gates import Revoked, cancelled, early, expired, gates
 from celery_native_delay.worker.scheduling import LeftToBeat, Scheduling
 

@@ -356,16 +356,11 @@ def test_with_enabled_false_delay_ls_raises() -> None:
 
 def memory_app(queue: str) -> Celery:
     return Celery(
-        "proj",
-        broker="memory://",
-        set_as_current=False,
-        changes={"task_default_queue": queue},
+        "proj", broker="memory://", set_as_current=False, changes={"task_default_queue": queue}
     )
 
 
-def test_an_unsupported_broker_warns_once_and_works(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_an_unsupported_broker_warns_once_and_works(caplog: pytest.LogCaptureFixture) -> None:
     app = install(memory_app("unit-warns"))
     with caplog.at_level(logging.WARNING, "celery_native_delay"):
         app.send_task("t", countdown=60)

@@ -15,10 +15,7 @@ from celery_native_delay.keyed.record import HEADER, Mark, Record, Run
 from celery_native_delay.keyed.records import KeyRecords
 from celery_native_delay.keyed.rules import Rule, Seen, Step
 from celery_native_delay.message import Delayed
-from celery_native_delay.transports.moving import (
-    Moving,
-    derived_id,
-)
+from celery_native_delay.transports.moving import Moving, derived_id
 from celery_native_delay.transports.rabbitmq.moving import deliveries_of
 from celery_native_delay.transports.virtual.moving import moving_of
 from celery_native_delay.transports.virtual.wrapping import encoded, wrapped

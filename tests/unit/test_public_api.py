@@ -104,8 +104,7 @@ def signature(function: Any) -> str:
     found = inspect.signature(function)
     parameters = [
         parameter.replace(
-            annotation=unquoted(parameter.annotation),
-            default=plain(parameter.default),
+            annotation=unquoted(parameter.annotation), default=plain(parameter.default)
         )
         for parameter in found.parameters.values()
     ]

@@ -13,12 +13,7 @@ from redis import ConnectionPool
 
 from celery_native_delay import UnsupportedBroker
 from celery_native_delay.finding import ADVICE, UNCHECKED, WRONG, Finding
-from celery_native_delay.redis_server import (
-    Server,
-    check_server,
-    clocks,
-    keeping,
-)
+from celery_native_delay.redis_server import Server, check_server, clocks, keeping
 from celery_native_delay.transports.redis import promoter as module
 from celery_native_delay.transports.redis.keys import (
     Destination,

@@ -374,9 +374,7 @@ def test_after_an_error_in_a_gate_the_task_waits_in_the_broker(
 
 
 @pytest.mark.usefixtures("full")
-def test_a_faulty_gate_is_asked_again_if_the_task_cannot_wait_in_the_broker(
-    worker: Worker,
-) -> None:
+def test_a_faulty_gate_is_asked_again_if_the_task_cannot_wait_in_the_broker(worker: Worker) -> None:
     """The task takes its place in the prefetch meanwhile: the worker gets no other for it."""
     faults = [faulty]
     worker.gate(lambda arrival: faults.pop()(arrival) if faults else None)

@@ -19,10 +19,7 @@ from celery_native_delay import install
 from celery_native_delay.durations import DAY_US
 from celery_native_delay.message import Delayed
 from celery_native_delay.worker import telemetry
-from celery_native_delay.worker.telemetry import (
-    DailyFiles,
-    waited,
-)
+from celery_native_delay.worker.telemetry import DailyFiles, waited
 from tests.waiting import wait_until
 
 SIGNALS = (

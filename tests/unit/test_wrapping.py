@@ -12,12 +12,7 @@ from hypothesis import strategies as st
 
 from celery_native_delay import CannotDelay, InvalidDueTime
 from celery_native_delay.message import Delayed, due_of
-from celery_native_delay.transports.rabbitmq.wrapping import (
-    DEATH_HEADERS,
-    HEADER,
-    unwrap,
-    wrap,
-)
+from celery_native_delay.transports.rabbitmq.wrapping import DEATH_HEADERS, HEADER, unwrap, wrap
 
 NOW_US = 1_795_176_000_000_000
 DUE_US = NOW_US + 60_000_000
@@ -146,9 +141,7 @@ def test_a_message_without_our_header_is_not_unwrapped() -> None:
 
 
 @pytest.mark.parametrize("eta", [None, "2026-11-20T13:00:00+00:00"])
-def test_our_header_is_ignored_on_a_plain_workers_retry(
-    eta: str | None,
-) -> None:
+def test_our_header_is_ignored_on_a_plain_workers_retry(eta: str | None) -> None:
     """Celery copies unknown headers to a retry, which did not wait and has its own expiration."""
     headers = {"task": "t", "eta": "2026-11-20T12:01:00+00:00"}
     first = wrapped({"application_headers": headers, "expiration": "90000"})
