@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -19,13 +20,13 @@ class Part:
     """A broker that answers each put-back by *answers*, in turn; None means success."""
 
     def __init__(self, answers: dict[str, list[Exception | None]]) -> None:
-        self._answers = answers
-        self.published: list[str] = []
+        self.answers = answers
+        self.published = ""
 
     def put_back(self, waits: Sequence[Wait]) -> list[Exception | None]:
-        names = [wait.queue for wait in waits]
-        self.published += names
-        return [self._answers[name].pop(0) if self._answers.get(name) else None for name in names]
+        self.published += "".join(wait.queue for wait in waits)
+        answers = [self.answers.get(wait.queue) for wait in waits]
+        return [each.pop(0) if each else None for each in answers]
 
 
 @pytest.fixture
@@ -66,7 +67,7 @@ def test_only_the_task_whose_publish_failed_is_tried_again(
 ) -> None:
     """The others are in the broker; a second publish would run them twice."""
     part, became = outcomes(**answers)
-    assert "".join(part.published) == published
+    assert part.published == published
     assert became == {name: "held" if name in held else "done" for name in "abc"}
 
 
@@ -74,31 +75,24 @@ def test_a_management_api_that_does_not_answer_is_not_asked_at_every_look(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each request may take seconds, in which no early task goes back."""
-    thread, asked = Attendant(None, DelaySettings()), []
-
-    def guard() -> list[str]:
-        asked.append(1)
-        raise ManagementUnavailable("no answer")
-
-    monkeypatch.setattr(thread, "_part", lambda: SimpleNamespace(guard=guard))
+    thread, part = Attendant(None, DelaySettings()), Mock()
+    part.guard.side_effect = ManagementUnavailable("no answer")
+    monkeypatch.setattr(thread, "_part", lambda: part)
     for _ in range(3):
         thread._guard()
-    assert asked == [1]
+    assert part.guard.call_count == 1
 
 
 def test_only_the_first_look_and_one_after_a_new_binding_skip_the_pause_of_all_workers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    thread, looks = Attendant(None, DelaySettings()), []
-
-    def look(kind: str) -> Callable[[], Rescue]:
-        return lambda: looks.append(kind) or Rescue()  # type: ignore[func-returns-value]
-
-    part = SimpleNamespace(rescue=look("now"), rescue_in_turn=look("in turn"), sweep=int)
+    thread, part = Attendant(None, DelaySettings()), Mock()
+    part.rescue.return_value = part.rescue_in_turn.return_value = Rescue()
+    part.sweep.return_value = 0
     monkeypatch.setattr(thread, "_part", lambda: part)
-    thread._rescue()
-    thread._rescue()
-    thread.look_for_parked()
-    thread._rescue()
-    thread._rescue()
-    assert looks == ["now", "in turn", "now", "in turn"]
+    for _ in range(2):
+        thread._rescue()
+        thread._rescue()
+        thread.look_for_parked()
+    looks = [name for name, *_ in part.method_calls if name.startswith("rescue")]
+    assert looks == ["rescue", "rescue_in_turn"] * 2

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from kombu.exceptions import OperationalError
@@ -20,15 +22,8 @@ from tests.traffic import beside
 from tests.waiting import wait_until
 
 
-class Broker:
-    def __init__(self) -> None:
-        self.published = 0
-
-    def publish(self, entries: Any) -> dict[int, str | None]:
-        self.published += len(entries)
-        return dict.fromkeys(range(len(entries)))
-
-    def close(self) -> None: ...
+def made_up_broker() -> Any:
+    return Mock(publish=Mock(side_effect=lambda entries: dict.fromkeys(range(len(entries)))))
 
 
 @pytest.fixture
@@ -44,17 +39,14 @@ def asked(store: Store, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the dispatcher asks the store, which is away when it first settles something."""
     names: list[str] = []
 
-    def noting(name: str, ask: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(*args: Any, **options: Any) -> Any:
-            names.append(name)
-            if name == "settle" and names.count(name) <= 2:
-                raise StoreUnavailable("it is away")
-            return ask(*args, **options)
-
-        return noted
+    def noted(name: str, ask: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        names.append(name)
+        if name == "settle" and names.count(name) <= 2:
+            raise StoreUnavailable("it is away")
+        return ask(*args, **options)
 
     for name in ("take", "settle", "release"):
-        monkeypatch.setattr(store, name, noting(name, getattr(store, name)))
+        monkeypatch.setattr(store, name, partial(noted, name, getattr(store, name)))
     return names
 
 
@@ -63,17 +55,12 @@ def test_a_dispatcher_connects_before_a_task_is_due_if_it_leads(
     store: Store, asked: list[str], leads: bool
 ) -> None:
     """The first due task does not wait for a connection; the others open none in vain."""
-    brokers: list[Any] = []
-
-    def connect() -> Any:
-        brokers.append(Broker())
-        return brokers[-1]
-
+    connect = Mock(side_effect=made_up_broker)
     assert leads or store.leads("another")
     dispatcher = Dispatcher(store, connect)
     with beside(dispatcher.run, stop=dispatcher.stop):
         wait_until(lambda: "take" in asked)
-        assert len(brokers) == leads
+        assert connect.call_count == leads
 
 
 def test_what_is_published_is_noted_as_soon_as_the_store_is_back(
@@ -82,25 +69,22 @@ def test_what_is_published_is_noted_as_soon_as_the_store_is_back(
     """Before the lease of the row can end: then it would be published again."""
     monkeypatch.setattr(dispatcher_module, "_RELEASE_SECONDS", 0)
     store.add([Row.of(StoreEntry(0, "", "jobs", {}, b"", "a"))])
-    broker: Any = Broker()
+    broker = made_up_broker()
     dispatcher = Dispatcher(store, lambda: broker)
     with beside(dispatcher.run, stop=dispatcher.stop):
         wait_until(lambda: asked.count("take") >= 2)
     first = asked.index("take")
     assert asked[first : first + 5] == ["take", "settle", "settle", "settle", "release"]
     assert list(store.tasks(None).ids()) == []
-    assert (broker.published, dispatcher.promoted) == (1, 1)
+    assert (len(broker.publish.mock_calls), dispatcher.promoted) == (1, 1)
 
 
 def test_an_outage_of_the_broker_is_one_line_in_the_log(
     store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A broker that cannot be reached is no bug, so no traceback hides the line."""
-
-    def connect() -> Any:
-        raise OperationalError("connection refused")
-
-    dispatcher = Dispatcher(store, connect)
+    refused = OperationalError("connection refused")
+    dispatcher = Dispatcher(store, Mock(side_effect=refused))
     with beside(dispatcher.run, stop=dispatcher.stop):
         wait_until(lambda: "OperationalError: connection refused" in caplog.text)
     assert "Traceback" not in caplog.text

@@ -8,6 +8,7 @@ from pathlib import Path
 from threading import Event, Thread
 from time import monotonic
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from celery import Celery
@@ -62,13 +63,8 @@ def test_keys_of_discarded_tasks_are_freed_later_if_the_store_hangs(
 ) -> None:
     """A revoked, unknown or lost task frees its key in the thread that consumes tasks."""
     freed: list[str] = []
-
-    def change(name: str, rule: Any) -> None:
-        hangs.wait()
-        freed.append(name)
-
     leases = Leases(None)
-    monkeypatch.setattr(leases, "_change", change)
+    monkeypatch.setattr(leases, "_change", lambda name, _: hangs.wait() and freed.append(name))
     monkeypatch.setattr("celery_native_delay.worker.leases.RETRY_SECONDS", 0.05)
     began = monotonic()
     for number in range(100):
@@ -117,16 +113,15 @@ def test_an_error_that_comes_too_late_ends_no_thread() -> None:
 def test_a_lock_is_settled_while_the_change_of_another_one_hangs() -> None:
     gate, hangs, settled = Event(), Event(), list[str]()
 
-    class Hanging:
-        def change(self, name: str, rule: Any) -> tuple[None, None]:
-            if name == "unique:shop.sync:1":
-                hangs.set()
-                gate.wait()
-            settled.append(name)
-            return None, None
+    def change(name: str, rule: Any) -> tuple[None, None]:
+        if name == "unique:shop.sync:1":
+            hangs.set()
+            gate.wait()
+        settled.append(name)
+        return None, None
 
     leases = Leases(None)
-    leases._records = Hanging()  # type: ignore[assignment]
+    leases._records = Mock(change=change)
     slow = Thread(target=leases.settle, args=("unique:shop.sync:1", rules.end), daemon=True)
     slow.start()
     hangs.wait()
