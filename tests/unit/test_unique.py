@@ -224,19 +224,15 @@ class Records(KeyRecords):
 
 
 @pytest.fixture
-def records() -> Records:
-    return Records()
-
-
-@pytest.fixture
-def leases(records: Records, monkeypatch: pytest.MonkeyPatch) -> Leases:
-    leases = Leases(None)
+def kept(monkeypatch: pytest.MonkeyPatch) -> tuple[Leases, Records]:
+    leases, records = Leases(None), Records()
     monkeypatch.setattr(leases, "_connected", lambda: (records, True))
     monkeypatch.setattr(leases_module, "RETRY_SECONDS", 0.01)
-    return leases
+    return leases, records
 
 
-def test_a_key_that_cannot_be_freed_is_freed_later(leases: Leases, records: Records) -> None:
+def test_a_key_that_cannot_be_freed_is_freed_later(kept: tuple[Leases, Records]) -> None:
+    leases, records = kept
     token, _ = leases.begin(MARK.name, "1", lambda: True, rules.begin)
     records.is_away = True
     leases.settle(MARK.name, partial(rules.end, token=token), token=token)
@@ -247,11 +243,11 @@ def test_a_key_that_cannot_be_freed_is_freed_later(leases: Leases, records: Reco
 
 def test_a_renewal_that_failed_is_tried_again_soon(
     monkeypatch: pytest.MonkeyPatch,
-    leases: Leases,
-    records: Records,
+    kept: tuple[Leases, Records],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A lease of a minute must survive a short outage of Redis. It ends with its task."""
+    leases, records = kept
     monkeypatch.setattr(leases_module, "RENEWED_EVERY_SECONDS", 0.01)
     here = [True]
     token, _ = leases.begin(MARK.name, "1", lambda: here[0], rules.begin)
