@@ -38,10 +38,6 @@ def test_the_doctests_of_the_package_run(monkeypatch: pytest.MonkeyPatch) -> Non
     assert results.failed == 0
 
 
-def test_the_package_is_typed() -> None:
-    assert (PACKAGE / "py.typed").exists()
-
-
 CONSUMER = ROOT / "tests/typing/consumer.py"
 
 

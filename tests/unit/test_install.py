@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import pickle
+from dataclasses import replace
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -68,17 +69,13 @@ def test_install_returns_the_app_and_installing_again_only_adds_settings() -> No
     assert asked_by(app) == DelaySettings(levels=12, fused_bits=4)
 
 
-def test_connection_pools_made_before_install_are_replaced() -> None:
+def test_each_connection_has_our_option_whenever_its_pool_or_other_options_were_made() -> None:
     app = plain_app()
-    assert OPTION not in app.producer_pool.connections.connection.transport_options
-    assert OPTION not in app.pool.connection.transport_options
+    options = app.producer_pool.connections.connection.transport_options
+    assert OPTION not in {**options, **app.pool.connection.transport_options}
     install(app)
     assert OPTION in app.producer_pool.connections.connection.transport_options
     assert OPTION in app.pool.connection.transport_options
-
-
-def test_transport_options_set_after_install_keep_our_option() -> None:
-    app = install(plain_app())
     app.conf.broker_transport_options = {"confirm_publish": True}
     assert set(app.connection_for_write().transport_options) == {"confirm_publish", OPTION}
     assert app.conf.broker_transport_options == {"confirm_publish": True}
@@ -119,13 +116,8 @@ def test_settings_from_a_configuration_read_before_or_after_install(
     install(after, **keywords)
     expected = DelaySettings(**{"levels": 12, "landing": ("news",), **keywords})
     assert asked_by(before) == asked_by(after) == expected
-
-
-def test_later_assignments_to_the_configuration_count_unless_a_keyword_says_otherwise() -> None:
-    app = install(plain_app(), levels=20)
-    app.conf.native_delay_levels = 12
-    app.conf.native_delay_fused_bits = 4
-    assert asked_by(app) == DelaySettings(levels=20, fused_bits=4)
+    before.conf.native_delay_levels, before.conf.native_delay_fused_bits = 12, 4
+    assert asked_by(before) == replace(expected, fused_bits=4)
 
 
 # ---- mistakes ------------------------------------------------------------------------------
@@ -184,15 +176,9 @@ class Narrow(Celery):  # type: ignore[misc]
         return super()._task_from_fun(fun, **options)
 
 
-def narrow_app() -> Narrow:
-    return install(
-        Narrow("proj", broker="memory://", set_as_current=False, control=OwnControl), levels=12
-    )
-
-
 def test_an_apps_own_methods_get_the_arguments_of_their_callers() -> None:
     """An app class may narrow the signatures of Celery's methods: install() adds no argument."""
-    app = narrow_app()
+    app = install(Narrow("proj", broker="memory://", set_as_current=False))
 
     @app.task(name="t", shared=False)
     def task() -> None: ...
@@ -245,25 +231,7 @@ def test_an_app_that_was_initialised_again_is_completed(again: Any) -> None:
         assert installation_of(each).settings() == DelaySettings(levels=20)
 
 
-def test_a_worker_of_an_app_without_install_gets_no_bootstep() -> None:
-    app = plain_app()
-    by_worker(app)
-    assert BOOTSTEP not in app.steps["consumer"]
-
-
 # ---- pickled apps --------------------------------------------------------------------------
-
-
-def test_a_pickled_app_is_installed_again_with_configuration_and_keywords() -> None:
-    app = install(plain_app(), levels=20)
-    app.config_from_object({"native_delay_levels": 12, "native_delay_fused_bits": 4})
-    once = pickle.loads(pickle.dumps(app))
-    twice = pickle.loads(pickle.dumps(once))
-    for again in (once, twice):
-        assert again is not app
-        assert asked_by(again) == DelaySettings(levels=20, fused_bits=4)
-        assert list(again.steps["consumer"]).count(BOOTSTEP) == 1
-    assert celery.app.base.detect_quorum_queues(with_quorum_queue(once), "amqp") == (False, "")
 
 
 class OwnControl(Control):  # type: ignore[misc]
@@ -277,21 +245,24 @@ class OwnControl(Control):  # type: ignore[misc]
         self.heard.append((command, options))
 
 
-def test_the_users_control_class_stays_the_base_of_ours_even_after_pickling() -> None:
-    """Its methods are still called."""
+def test_a_pickled_app_is_installed_again_with_configuration_keywords_and_control() -> None:
+    """The methods of the user's own control class are still called."""
     app = Celery("proj", broker="memory://", set_as_current=False, control=OwnControl)
+    app.config_from_object({"native_delay_levels": 12, "native_delay_fused_bits": 4})
     assert isinstance(app.control, OwnControl)
-    once = install(install(app))
-    for each in (once, pickle.loads(pickle.dumps(once))):
+    install(install(app), levels=20)
+    once = pickle.loads(pickle.dumps(app))
+    for each in (app, once, pickle.loads(pickle.dumps(once))):
+        assert installation_of(each).settings() == DelaySettings(levels=20, fused_bits=4)
+        assert list(each.steps["consumer"]).count(BOOTSTEP) == 1
+        assert celery.app.base.detect_quorum_queues(with_quorum_queue(each), "amqp") == (False, "")
         assert isinstance(each.control, OwnControl)
-        assert isinstance(each.control, RevokesWaiting)
         assert type(each.control).__mro__.count(RevokesWaiting) == 1
         each.control.revoke("task-1")
         each.control.broadcast("own")
         (revoke, options), own = each.control.heard
         assert (revoke, options["arguments"]["task_id"]) == ("revoke", "task-1")
         assert own == ("own", {})
-    assert not isinstance(plain_app().control, RevokesWaiting)
 
 
 # ---- other apps, and switched off ----------------------------------------------------------
@@ -305,8 +276,11 @@ def with_quorum_queue(app: Celery) -> Celery:
 def test_another_app_of_the_process_is_unchanged() -> None:
     other = with_quorum_queue(plain_app())
     install(with_quorum_queue(plain_app()))
+    by_worker(other)
     assert installation_of(other) is None
     assert asked_by(other) is None
+    assert BOOTSTEP not in other.steps["consumer"]
+    assert not isinstance(other.control, RevokesWaiting)
     assert "send_task" not in vars(other)
     assert "_connection" not in vars(other)
     assert celery.app.base.detect_quorum_queues(other, "amqp") == (True, "quorum")
