@@ -6,7 +6,6 @@ import functools
 import importlib
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
@@ -18,13 +17,11 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from celery_native_delay import install
 from celery_native_delay.bulk import bulk
 from tests.brokers import ON_SYSTEM, in_ci
-from tests.conformance.brokers import Broker, options_of, settings_of
-from tests.conformance.test_bulk_conformance import PLAIN, inbox, ready_app
-from tests.conformance.traffic import SETTINGS
-from tests.integration.traffic import Arrival
+from tests.conformance.brokers import Broker
+from tests.conformance.test_bulk_conformance import inbox, make_app, ready_app
+from tests.integration.traffic import Arrival, Inbox
 
 #: RabbitMQ has templates of its own, the other brokers share one kind; what is wrapped is Celery's.
 BROKERS = [pytest.param(ON_SYSTEM.id, marks=pytest.mark.rabbitmq), in_ci("redis")]
@@ -35,33 +32,24 @@ on_one = pytest.mark.parametrize("broker", BROKERS[:1], indirect=True, scope="se
 TRACE = "trace"
 SAID = "sending by apply_async, not by template: "
 
-#: An app, and the traces of its messages by task id.
-Watched = tuple[Celery, dict[str, str]]
-
-
-def make_app(url: str) -> Celery:
-    app = Celery("shop", set_as_current=False)
-    app.conf.update(
-        broker_url=url,
-        task_queues=[PLAIN],
-        task_default_queue="plain",
-        task_ignore_result=True,
-        broker_transport_options=options_of(url),
-    )
-    install(app, **SETTINGS, **settings_of(url))
-
-    @app.task(name="shop.remind", shared=False)
-    def remind(number: int = 0) -> None:
-        """Never run here."""
-
-    return app
-
 
 @pytest.fixture(scope="module")
 def space(broker: Broker) -> Iterator[str]:
     """A space with declared queues and a worker's background jobs, shared by all tests here."""
     with ready_app(broker) as app:
         yield app.conf.broker_url
+
+
+@pytest.fixture
+def app(space: str) -> Iterator[Celery]:
+    with make_app(space) as app:
+        yield app
+
+
+@pytest.fixture
+def letters(app: Celery) -> Iterator[Inbox]:
+    with inbox(app, "plain") as letters:
+        yield letters
 
 
 class Watching:
@@ -75,41 +63,16 @@ class Watching:
         return {TRACE: trace}
 
     def around(self, original: Any) -> Any:
-        """Wrap ``apply_async`` or ``send_task``, as APMs do."""
+        """Wrap ``apply_async``, ``send_task`` or a producer's ``publish``, as APMs do."""
 
         @functools.wraps(original)
         def watching(*args: Any, **options: Any) -> Any:
-            headers = (options.get("headers") or {}) | self.header(options["task_id"])
+            headers = options.get("headers") or {}
+            if task_id := options.get("task_id") or headers.get("id"):
+                headers = headers | self.header(task_id)
             return original(*args, **options | {"headers": headers})
 
         return watching
-
-    def around_publish(self, original: Any) -> Any:
-        @functools.wraps(original)
-        def watching(producer: Any, body: Any, *args: Any, **options: Any) -> Any:
-            headers = options.get("headers") or {}
-            if "id" in headers:
-                headers = headers | self.header(headers["id"])
-            return original(producer, body, *args, **options | {"headers": headers})
-
-        return watching
-
-
-@contextmanager
-def patched(url: str, owner: Any, name: str, how: str) -> Iterator[Watched]:
-    """An app made after a method of *owner* was wrapped."""
-    watching = Watching()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, name, getattr(watching, how)(getattr(owner, name)))
-        yield make_app(url), watching.traces
-
-
-#: tests/unit/test_publish_hooks.py finds the other ways to wrap.
-WRAPPERS: list[tuple[Any, str, str]] = [
-    (Task, "apply_async", "around"),
-    (Celery, "send_task", "around"),
-    (Producer, "publish", "around_publish"),
-]
 
 
 def told(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -123,49 +86,52 @@ def traces_of(arrivals: list[Arrival]) -> dict[str, str | None]:
 
 
 @on_one
-@pytest.mark.parametrize(("owner", "name", "how"), WRAPPERS)
+@pytest.mark.parametrize(  # tests/unit/test_publish_hooks.py finds the other ways to wrap
+    ("owner", "name"), [(Task, "apply_async"), (Celery, "send_task"), (Producer, "publish")]
+)
 def test_code_that_wraps_publishing_sees_each_task_of_a_batch(
-    space: str, owner: Any, name: str, how: str, caplog: pytest.LogCaptureFixture
+    space: str,
+    letters: Inbox,
+    owner: Any,
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Each message has the header added for it, and the log gives the reason once."""
     caplog.set_level(logging.INFO, "celery_native_delay.bulk")
-    with patched(space, owner, name, how) as (app, traces), inbox(app, "plain") as letters:
-        with bulk(app) as batch:
-            ids = [batch.send("shop.remind", (n,), countdown=0.5) for n in range(6)]
-        came = letters.wait_for(6)
-        app.close()
-    assert list(traces) == ids
-    assert len(set(traces.values())) == 6
-    assert traces_of(came) == traces
+    watching = Watching()
+    monkeypatch.setattr(owner, name, watching.around(getattr(owner, name)))
+    with make_app(space) as app, bulk(app) as batch:
+        ids = [batch.send("shop.remind", (n,), countdown=0.5) for n in range(6)]
+    assert list(watching.traces) == ids
+    assert len(set(watching.traces.values())) == 6
+    assert traces_of(letters.wait_for(6)) == watching.traces
     assert batch.result.by_template == 0
     (line,) = told(caplog)
     assert f".{name} is wrapped" in line
 
 
-def test_opentelemetry_has_a_span_for_each_message(space: str) -> None:
+def test_opentelemetry_has_a_span_for_each_message(app: Celery, letters: Inbox) -> None:
     """Instrumented in the middle of a batch; each message has its own trace context."""
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    app, instrumentor = make_app(space), CeleryInstrumentor()
-    with inbox(app, "plain") as letters:
-        with bulk(app) as batch:
-            for n in range(3):
-                batch.send("shop.remind", (n,), countdown=0.5)
-            instrumentor.instrument(tracer_provider=provider)
-            try:
-                ids = [batch.send("shop.remind", (n,), countdown=0.5) for n in range(6)]
-            finally:
-                instrumentor.uninstrument()
-            batch.send("shop.remind", (9,), countdown=0.5)
-        came = letters.wait_for(10)
-    app.close()
+    instrumentor = CeleryInstrumentor()
+    with bulk(app) as batch:
+        for n in range(3):
+            batch.send("shop.remind", (n,), countdown=0.5)
+        instrumentor.instrument(tracer_provider=provider)
+        try:
+            ids = [batch.send("shop.remind", (n,), countdown=0.5) for n in range(6)]
+        finally:
+            instrumentor.uninstrument()
+        batch.send("shop.remind", (9,), countdown=0.5)
     parents = {}
     for span in exporter.get_finished_spans():
         context = span.get_span_context()
         parent = f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
         parents[span.attributes["messaging.message.id"]] = parent
     assert list(parents) == ids
-    headers = {a.message.headers["id"]: a.message.headers for a in came}
+    headers = {a.message.headers["id"]: a.message.headers for a in letters.wait_for(10)}
     found = {each: headers[each].get("traceparent") for each in headers}
     assert found == dict.fromkeys(headers) | parents
     assert batch.result.by_template == 2  # one before, one after
@@ -194,24 +160,21 @@ OF_ARGUMENT = adding(lambda body: f"of {body[0][0]}")
 
 @pytest.mark.parametrize("around", [RANDOM, OF_ARGUMENT], ids=["random", "by argument"])
 def test_tasks_that_a_template_would_change_are_sent_as_apply_async_sends_them(
-    space: str,
+    app: Celery,
+    letters: Inbox,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     around: Any,
 ) -> None:
     """A second message, with other arguments, shows it; the log says so."""
     caplog.set_level(logging.INFO, "celery_native_delay.bulk")
-    amqp = importlib.import_module("celery.app.amqp")
-    app, sent = make_app(space), (1, 2, 3, 4, 4)
-    with inbox(app, "plain") as letters:
-        monkeypatch.setattr(amqp, "task_message", around(amqp.task_message))
-        for number in sent:
-            app.tasks["shop.remind"].apply_async((number,), countdown=0.5)
-        with bulk(app) as batch:
-            ids = [batch.send("shop.remind", (number,), countdown=0.5) for number in sent]
-        monkeypatch.undo()
-        came = letters.wait_for(2 * len(sent))
-    app.close()
+    amqp, sent = importlib.import_module("celery.app.amqp"), (1, 2, 3, 4, 4)
+    monkeypatch.setattr(amqp, "task_message", around(amqp.task_message))
+    for number in sent:
+        app.tasks["shop.remind"].apply_async((number,), countdown=0.5)
+    with bulk(app) as batch:
+        ids = [batch.send("shop.remind", (number,), countdown=0.5) for number in sent]
+    came = letters.wait_for(2 * len(sent))
     if around is RANDOM:
         assert len(set(traces_of(came).values())) == len(came)
 
@@ -228,34 +191,27 @@ def test_tasks_that_a_template_would_change_are_sent_as_apply_async_sends_them(
 
 
 def test_a_template_made_from_equal_tasks_is_not_used_for_others(
-    space: str, monkeypatch: pytest.MonkeyPatch
+    app: Celery, letters: Inbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The header depends on the arguments, which differ first in the fifth task."""
-    amqp = importlib.import_module("celery.app.amqp")
-    app, sent = make_app(space), (1, 1, 1, 1, 2, 3)
-    with inbox(app, "plain") as letters:
-        monkeypatch.setattr(amqp, "task_message", OF_ARGUMENT(amqp.task_message))
-        with bulk(app) as batch:
-            ids = [batch.send("shop.remind", (number,), countdown=0.5) for number in sent]
-        monkeypatch.undo()
-        came = letters.wait_for(len(sent))
-    app.close()
+    amqp, sent = importlib.import_module("celery.app.amqp"), (1, 1, 1, 1, 2, 3)
+    monkeypatch.setattr(amqp, "task_message", OF_ARGUMENT(amqp.task_message))
+    with bulk(app) as batch:
+        ids = [batch.send("shop.remind", (number,), countdown=0.5) for number in sent]
+    came = letters.wait_for(len(sent))
     assert traces_of(came) == {each: f"of {n}" for each, n in zip(ids, sent, strict=True)}
     assert batch.result.by_template == 2
 
 
-def test_equal_options_of_different_types_are_not_mixed(space: str) -> None:
+def test_equal_options_of_different_types_are_not_mixed(app: Celery, letters: Inbox) -> None:
     """1, 1.0 and True arrive as they were sent."""
-    app, values = make_app(space), (1, True, 1.0)
-    with inbox(app, "plain") as letters:
-        with bulk(app) as batch:
-            sent = {
-                batch.send("shop.remind", (n,), countdown=0.2, soft_time_limit=value): repr(value)
-                for n in range(4)
-                for value in values
-            }
-        came = letters.wait_for(12)
-    app.close()
+    with bulk(app) as batch:
+        sent = {
+            batch.send("shop.remind", (n,), countdown=0.2, soft_time_limit=value): repr(value)
+            for n in range(4)
+            for value in (1, True, 1.0)
+        }
+    came = letters.wait_for(12)
     found = {a.message.headers["id"]: repr(a.message.headers["timelimit"][1]) for a in came}
     assert found == sent
     assert batch.result.by_template == 6
