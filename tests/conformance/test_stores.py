@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from itertools import count
 from threading import Thread
 from time import monotonic, time_ns
@@ -149,15 +150,39 @@ def dispatched(store: Store, broker: Broker | None = None) -> list[str]:
     return broker.ids[before:]
 
 
-def put(store: Store, text: str) -> None:
-    store.state.change(NAME, lambda seen: Change(text, seen.now_us + HOUR_US, None))
+def put(store: Store, text: str, name: RecordName = NAME, kept_us: int = HOUR_US) -> None:
+    store.state.change(name, lambda seen: Change(text, seen.now_us + kept_us, None))
+
+
+def counted(seen: Snapshot) -> Change[int]:
+    number = int(seen.text or 0) + 1
+    return Change(str(number), seen.now_us + HOUR_US, number)
+
+
+def together(*calls: Callable[[], object]) -> None:
+    """Call all at the same time, and wait for their ends."""
+    threads = [Thread(target=call) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+@pytest.fixture
+def short_leases(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("sql", "redis"):
+        monkeypatch.setattr(f"celery_native_delay.store.{module}.LEASE_SECONDS", 0.1)
 
 
 # ---- messages -------------------------------------------------------------------------------
 
 
-def test_a_task_is_published_as_its_producer_published_it(store: Store) -> None:
-    waits = entry(1, wait_us=-1)
+@pytest.mark.parametrize("body", [b"", b"=x", b"\0\n\xff", "käse\n\n[]".encode()])
+def test_a_task_is_published_as_its_producer_published_it(store: Store, body: bytes) -> None:
+    """Whatever bytes its body has, and all other fields."""
+    one = entry(1, wait_us=-1, x="\0\ud800")
+    fields = [getattr(one, name) for name in one.__dataclass_fields__][:4]
+    waits = StoreEntry(*fields, body, "d", "q", 7)
     store.add([Row.of(waits)])
     assert listed(store) == ["order-1"]
     broker = Broker()
@@ -165,18 +190,6 @@ def test_a_task_is_published_as_its_producer_published_it(store: Store) -> None:
     assert broker.published == [waits]
     assert store.census()[:4] == (0, 0, 0, 0)
     assert listed(store) == []
-
-
-@pytest.mark.parametrize("body", [b"", b"=x", b"\0\n\xff", "käse\n\n[]".encode()])
-def test_a_body_may_have_any_bytes(store: Store, body: bytes) -> None:
-    one = entry(1, wait_us=-1, x="\0\ud800")
-    odd = StoreEntry(
-        *[getattr(one, name) for name in one.__dataclass_fields__][:4], body, "d", "q", 7
-    )
-    store.add([Row.of(odd)])
-    broker = Broker()
-    dispatched(store, broker)
-    assert broker.published == [odd]
 
 
 def test_tasks_are_published_when_they_are_due_earliest_first(store: Store) -> None:
@@ -378,25 +391,17 @@ def test_due_tasks_do_not_wait_for_the_announcements_of_cancelled_ones(store: St
     assert StoreEntry.decoded(taken[0].rows[0].entry).task_id == "order-3"
 
 
-def test_a_cancelled_task_whose_broker_is_away_stays_unlisted(store: Store) -> None:
-    add(store, 1)
-    tasks(store).cancel(["order-1"])
-    taken = store.take()
-    assert len(taken.rows) == 1
-    store.settle(taken, (), ())
-    assert (listed(store), store.census().waiting) == ([], 0)
-    assert dispatched(store) == ["order-1"]
-
-
-def test_a_cancelled_task_whose_dispatcher_died_stays_cancelled(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in ("sql", "redis"):
-        monkeypatch.setattr(f"celery_native_delay.store.{module}.LEASE_SECONDS", 0.1)
+@pytest.mark.usefixtures("short_leases")
+@pytest.mark.parametrize("dies", [False, True], ids=["its broker is away", "its dispatcher died"])
+def test_a_cancelled_task_that_was_not_published_stays_cancelled(store: Store, dies: bool) -> None:
     add(store, 1)
     assert tasks(store).cancel(["order-1"])[0]
-    assert len(store.take().rows) == 1
-    wait_until(lambda: store.release() > 0)
+    taken = store.take()
+    assert len(taken.rows) == 1
+    if dies:
+        wait_until(lambda: store.release() > 0)
+    else:
+        store.settle(taken, (), ())
     assert (listed(store), store.census().waiting) == ([], 0)
     broker = Broker()
     assert dispatched(store, broker) == ["order-1"]
@@ -424,11 +429,8 @@ def test_of_a_cancel_and_a_dispatcher_at_the_same_time_one_wins(store: Store, ur
             ids = [f"order-{first + number}" for number in range(3)]
             outcomes.extend(tasks(other).cancel(ids))
 
-    thread = Thread(target=cancel)
-    thread.start()
     broker = Broker()
-    dispatched(store, broker)
-    thread.join()
+    together(cancel, lambda: dispatched(store, broker))
     dispatched(store, broker)
     cancelled = {each.id for each in outcomes if each}
     assert {one.task_id for one in broker.published if one.cancelled} == cancelled
@@ -437,6 +439,7 @@ def test_of_a_cancel_and_a_dispatcher_at_the_same_time_one_wins(store: Store, ur
 
 
 def test_counts_and_times_of_many_tasks(store: Store) -> None:
+    """Purging then removes what waits, and not what is parked."""
     for number in range(20):
         add(store, number, wait_us=HOUR_US * (number + 1))
     found = tasks(store)
@@ -447,6 +450,8 @@ def test_counts_and_times_of_many_tasks(store: Store) -> None:
     assert span is not None
     assert found.counts([span[0], span[1], span[1] + 1]) == [19, 1]
     assert [task.id for task in found.page(offset=5, limit=2).tasks] == ["order-5", "order-6"]
+    assert [store.purge(parked=parked) for parked in (True, False)] == [0, 20]
+    assert listed(store) == []
 
 
 @pytest.mark.parametrize("apart_us", [1000, 0])
@@ -459,13 +464,6 @@ def test_a_search_misses_no_task_although_earlier_ones_leave_meanwhile(
     seen = [next(found).id for _ in range(3)]
     assert all(tasks(store).cancel([seen[0], seen[2]]))
     assert {f"order-{number}" for number in range(10)} == {*seen, *(task.id for task in found)}
-
-
-def test_purging_removes_what_waits_or_what_is_parked(store: Store) -> None:
-    add(store, 1, 2)
-    assert store.purge(parked=False) == 2
-    assert store.purge(parked=True) == 0
-    assert listed(store) == []
 
 
 def test_rows_can_be_read_and_removed_one_after_another(store: Store) -> None:
@@ -486,10 +484,6 @@ def test_rows_can_be_read_and_removed_one_after_another(store: Store) -> None:
 
 
 def test_a_rule_sees_a_state_and_changes_it(store: Store) -> None:
-    def counted(seen: Snapshot) -> Change[int]:
-        number = int(seen.text or 0) + 1
-        return Change(str(number), seen.now_us + HOUR_US, number)
-
     state = store.state
     assert [state.change(NAME, counted) for _ in range(3)] == [1, 2, 3]
     assert state.load([NAME, RecordName("key", "other")]) == ["3", None]
@@ -500,7 +494,7 @@ def test_a_rule_sees_a_state_and_changes_it(store: Store) -> None:
 
 def test_names_and_texts_may_be_long_and_in_any_language(store: Store) -> None:
     long = RecordName("key", "鍵\0" * 1000)
-    store.state.change(long, lambda seen: Change("値" * 100_000, seen.now_us + HOUR_US, None))
+    put(store, "値" * 100_000, long)
     assert store.state.load([long]) == ["値" * 100_000]
 
 
@@ -512,9 +506,7 @@ def test_names_that_differ_in_case_accents_or_trailing_spaces_are_different_name
     every = ["order", *others]
     for task_id in every:
         store.add([Row.of(replace(entry(1, id=task_id), delivery_id=task_id))])
-        name = RecordName("key", task_id)
-        text = json.dumps({"id": task_id})
-        store.state.change(name, lambda seen, text=text: Change(text, seen.now_us + HOUR_US, None))
+        put(store, json.dumps({"id": task_id}), RecordName("key", task_id))
     assert sorted(listed(store)) == sorted(every)
     for task_id in every:
         seen = store.state.read(RecordName("key", task_id))
@@ -539,26 +531,18 @@ def test_the_time_of_a_server_is_right_while_its_local_clock_repeats_an_hour(url
 
 
 def test_a_state_that_is_kept_no_longer_is_none(store: Store) -> None:
-    store.state.change(NAME, lambda seen: Change("over", seen.now_us - 5_000_000, None))
+    put(store, "over", kept_us=-5_000_000)
     wait_until(lambda: store.state.load([NAME]) == [None])
     assert store.state.change(NAME, lambda seen: Change("new", seen.now_us, seen.text)) is None
 
 
 def test_concurrent_changes_of_one_state_are_not_lost(store: Store, url: str) -> None:
-    def counted(seen: Snapshot) -> Change[None]:
-        return Change(str(int(seen.text or 0) + 1), seen.now_us + HOUR_US, None)
-
     def count_up() -> None:
-        own = opened(url, store.namespace)
-        for _ in range(25):
-            own.state.change(NAME, counted)
-        own.close()
+        with closing(opened(url, store.namespace)) as own:
+            for _ in range(25):
+                own.state.change(NAME, counted)
 
-    threads = [Thread(target=count_up) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(*[count_up] * 4)
     assert store.state.load([NAME]) == ["100"]
 
 
@@ -571,11 +555,7 @@ def test_concurrent_starts_at_two_rates_are_each_counted_at_both(store: Store, u
         with closing(opened(url, store.namespace)) as own:
             turns.extend(RecordedLines(own.state).ask(asked) for _ in range(5))
 
-    threads = [Thread(target=start) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(*[start] * 4)
     assert sum(turn.starts for turn in turns) == 10
     assert sorted(turn.place for turn in turns if turn.place is not None) == [*range(10, 20)]
     told = {line.task: line for line in RecordedLines(store.state).look(10)}
@@ -587,11 +567,7 @@ def test_concurrent_starts_at_two_rates_are_each_counted_at_both(store: Store, u
 
 def test_states_that_expire_last_are_listed_first(store: Store) -> None:
     for number in (2, 1, 3):
-        name = RecordName("rate", str(number))
-        kept_us = number * HOUR_US
-        store.state.change(
-            name, lambda seen, kept_us=kept_us: Change("x", seen.now_us + kept_us, None)
-        )
+        put(store, "x", RecordName("rate", str(number)), kept_us=number * HOUR_US)
     _, found = store.state.latest("rate", 2)
     assert [name for name, _ in found] == ["3", "2"]
 
@@ -654,11 +630,7 @@ def test_of_concurrent_changes_each_sees_the_text_that_it_replaces(store: Store,
         own.state.change(NAME, looking, publish)
         own.close()
 
-    threads = [Thread(target=collect, args=(number,)) for number in range(12)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(*[partial(collect, number) for number in range(12)])
     (row,) = store.rows_after(None, limit=5)
     body = StoreEntry.decoded(row.entry).body.decode()
     assert sorted(map(int, body.split())) == [*range(12)]
@@ -722,12 +694,9 @@ def test_a_process_killed_in_between_any_steps_has_replaced_all_or_nothing(url: 
     assert step > 2
 
 
+@pytest.mark.usefixtures("short_leases")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
-def test_a_dispatcher_killed_in_between_any_steps_loses_nothing(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in ("sql", "redis"):
-        monkeypatch.setattr(f"celery_native_delay.store.{module}.LEASE_SECONDS", 0.1)
+def test_a_dispatcher_killed_in_between_any_steps_loses_nothing(url: str) -> None:
     for step in count():
         namespace = f"killed{step}-{time_ns() % 10**12}"
         store = opened(url, namespace)
@@ -820,7 +789,6 @@ def test_a_change_that_its_caller_gave_up_under_another_sessions_lock_never_happ
 
 @pytest.mark.parametrize("url", ["sqlite", in_ci("postgresql"), in_ci("mariadb")], indirect=True)
 def test_a_claim_is_given_once(store: Store) -> None:
-    claim = RecordName("claim", "shop.remind:order-1:0")
     state: Any = store.state
-    answers = [state.claim(claim, kept_us=HOUR_US) for _ in range(3)]
+    answers = [state.claim(RecordName("claim", "order-1"), kept_us=HOUR_US) for _ in range(3)]
     assert answers == [True, False, False]
