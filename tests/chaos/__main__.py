@@ -49,22 +49,16 @@ RESULTS = Path(__file__).resolve().parent / "results"
     multiple=True,
     help="Only this kind of fault; may be given several times.",
 )
-@click.option(
-    "--output",
-    type=click.Path(file_okay=False, path_type=Path),
-    default=RESULTS,
-    help="Folder for one JSON file per broker, and for chaos.md and chaos.png about all brokers; "
-    "tests/chaos/results by default.",
-)
 def main(
     brokers: tuple[str, ...],
     minutes: float,
     seed: int | None,
     rate: float,
     faults: tuple[str, ...],
-    output: Path,
 ) -> None:
     """Send delayed tasks, break the broker, and report the result of each task.
+
+    tests/chaos/results gets a JSON file for each broker, and chaos.md and chaos.png about all.
 
     Exits with 1 if a task was lost, early or misrouted, if a cancelled task ran, or if a schedule
     entry was skipped, early or doubled without a fault.
@@ -75,18 +69,17 @@ def main(
     for broker in brokers or BROKERS:
         click.echo(f"{broker}, {minutes:g} min, --seed {seed}", err=True)
         plan = Plan(seed, minutes, rate, faults)
-        with tempfile.TemporaryDirectory(prefix="native-delay-chaos-") as folder:
-            try:
-                outcomes.append(_run(broker, plan, Path(folder)))
-            except BrokerMissing as exc:
-                if brokers:
-                    raise click.ClickException(str(exc)) from exc
-                click.echo(f"left out: {exc}", err=True)
-                continue
-            except (BrokerFailed, UnknownFault) as exc:
-                raise click.ClickException(f"{broker}: {exc}") from exc
+        try:
+            outcomes.append(_run(broker, plan))
+        except BrokerMissing as exc:
+            if brokers:
+                raise click.ClickException(str(exc)) from exc
+            click.echo(f"left out: {exc}", err=True)
+            continue
+        except (BrokerFailed, UnknownFault) as exc:
+            raise click.ClickException(f"{broker}: {exc}") from exc
         # Write now: an error in the next run must not lose the result of ten minutes.
-        report.update(output, broker, outcomes[-1])
+        report.update(RESULTS, broker, outcomes[-1])
     if not outcomes:
         raise click.ClickException("no broker is installed: run `make brokers`")
     click.echo(report.as_markdown([report.result_of(outcome) for outcome in outcomes]))
@@ -95,17 +88,18 @@ def main(
         sys.exit(1)
 
 
-def _run(broker: str, plan: Plan, folder: Path) -> Outcome:
-    for name in ("broker", "crew"):
-        (folder / name).mkdir()
-    is_watched = sys.stderr.isatty()
-
+def _run(broker: str, plan: Plan) -> Outcome:
     def tell(line: str) -> None:
-        if is_watched:
+        if sys.stderr.isatty():
             click.echo(f"\r\x1b[K{line}", nl=False, err=True)
 
-    with place(broker, folder / "broker") as found:
-        outcome = run(found, plan, folder / "crew", tell=tell)
+    prefix = "native-delay-chaos-"
+    with (
+        tempfile.TemporaryDirectory(prefix=prefix) as folder,
+        tempfile.TemporaryDirectory(prefix=prefix) as crew,
+        place(broker, Path(folder)) as found,
+    ):
+        outcome = run(found, plan, Path(crew), tell=tell)
     tell("")
     return outcome
 

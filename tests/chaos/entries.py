@@ -6,8 +6,8 @@ Pure: no broker, no clock. Times are Unix times of one machine.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
 from itertools import pairwise
@@ -15,7 +15,7 @@ from typing import Any
 
 from celery_native_delay.schedules.state import MOST_MISSED
 from tests.chaos.load import ROUTES, TASK
-from tests.chaos.oracle import EARLY_SECONDS, Struck
+from tests.chaos.oracle import EARLY_SECONDS, Struck, told
 
 COUNT = 20
 
@@ -35,24 +35,18 @@ REVIVED_SECONDS = 60.0
 
 def entries(queues: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Schedule entries of 1 to 5 s, spread over *queues*, as ``beat_schedule`` has them."""
-    return {
-        f"entry-{number}": {
-            "task": TASK,
-            "schedule": seconds_of(number),
-            "args": [number],
-            "options": {"expires": EXPIRES_SECONDS, **_route(queues[number % len(queues)])},
-        }
-        for number in range(COUNT)
-    }
+    found = {}
+    for number in range(COUNT):
+        queue = queues[number % len(queues)]
+        options = {"expires": EXPIRES_SECONDS} | ROUTES.get(queue, {"queue": queue})
+        entry = {"task": TASK, "schedule": seconds_of(number), "args": [number]}
+        found[f"entry-{number}"] = entry | {"options": options}
+    return found
 
 
 def seconds_of(number: int) -> float:
     """The interval of the entry *number*."""
     return float(number % 5 + 1)
-
-
-def _route(queue: str) -> dict[str, str]:
-    return ROUTES.get(queue, {"queue": queue})
 
 
 class Verdict(Enum):
@@ -118,8 +112,8 @@ class EntriesJudgement:
     """The due time and the lateness in seconds of each first run."""
 
     @property
-    def counts(self) -> Counter[str]:
-        return Counter(finding.verdict.value for finding in self.findings)
+    def counts(self) -> Counter[Verdict]:
+        return Counter(finding.verdict for finding in self.findings)
 
     @property
     def forbidden(self) -> list[Finding]:
@@ -189,10 +183,7 @@ def _verdicts(
 
 
 def _hit(struck: Iterable[Struck], begin: float, end: float) -> bool:
-    return any(
-        replace(fault, ended_at=fault.ended_at + AFTERMATH_SECONDS).overlaps(begin, end)
-        for fault in struck
-    )
+    return any(fault.overlaps(begin - AFTERMATH_SECONDS, end) for fault in struck)
 
 
 def _story(
@@ -205,28 +196,5 @@ def _story(
         for run in runs
         if begin <= run.due_at <= end
     ]
-    for fault in struck:
-        if fault.overlaps(begin - AFTERMATH_SECONDS, end):
-            events.append((fault.began_at, f"{fault.kind} {fault.target}"))
-            events.append((fault.ended_at, f"mended: {fault.kind} {fault.target}"))
-    return tuple(f"{at - due_at:+.3f} s {what}" for at, what in sorted(events))
-
-
-def as_json(judgement: EntriesJudgement, began_at: float) -> Mapping[str, Any]:
-    """The judgement as JSON data; times are in seconds since *began_at*."""
-    return {
-        "ran": judgement.ran,
-        "verdicts": {verdict.value: judgement.counts[verdict.value] for verdict in Verdict},
-        "findings": [
-            {
-                "verdict": finding.verdict.value,
-                "entry": finding.number,
-                "due": round(finding.due_at - began_at, 3),
-                "history": finding.story,
-            }
-            for finding in judgement.findings
-        ],
-        "lateness": [
-            [round(due - began_at, 3), round(late, 4)] for due, late in judgement.lateness
-        ],
-    }
+    around = [fault for fault in struck if fault.overlaps(begin - AFTERMATH_SECONDS, end)]
+    return told(due_at, events, around)

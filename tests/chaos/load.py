@@ -18,8 +18,6 @@ from time import sleep, time
 from typing import Any
 from uuid import UUID
 
-import click
-
 #: Acknowledged late, so tasks of a killed worker are delivered again.
 TASK = "careful"
 
@@ -161,22 +159,15 @@ class Producer:
         sleep(max(until - time(), 0))
 
 
-@click.command()
-@click.option("--seed", type=int, required=True)
-@click.option("--rate", type=float, required=True)
-@click.option("--longest", type=float, required=True)
-@click.option("--until", type=float, required=True)
-@click.option("--notes", type=click.Path(path_type=Path), required=True)
-@click.option("--once", is_flag=True)
-def main(seed: int, rate: float, longest: float, until: float, notes: Path, *, once: bool) -> None:
+def main(seed: str, rate: str, longest: str, until: str, notes: str, once: str) -> None:
     """Send tasks to the app of this process's environment until the given Unix time."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    plan = steps(seed, rate=rate, longest_seconds=longest, once=once)
+    plan = steps(int(seed), rate=float(rate), longest_seconds=float(longest), once=once == "True")
     from celery_native_delay import Delay
     from tests.acceptance.apps.installed import app
 
-    Producer(app, Notebook(notes), Delay(app).cancel).run(plan, until=until)
+    Producer(app, Notebook(Path(notes)), Delay(app).cancel).run(plan, until=float(until))
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -117,16 +117,15 @@ class Judgement:
     lateness: tuple[tuple[float, float], ...] = field(repr=False)
     """The due time and the lateness in seconds of each task's first start."""
 
-    def count(self, verdict: Verdict) -> int:
-        return len(self.of(verdict))
-
-    def of(self, verdict: Verdict) -> list[Finding]:
-        return [finding for finding in self.findings if finding.verdict is verdict]
+    @property
+    def counts(self) -> Counter[Verdict]:
+        return Counter(finding.verdict for finding in self.findings)
 
     @property
     def reasons(self) -> Counter[str]:
         """The reasons why tasks ran twice, with the number of tasks."""
-        return Counter(f.explanation or "unexplained" for f in self.of(Verdict.DOUBLED))
+        twice = [each for each in self.findings if each.verdict is Verdict.DOUBLED]
+        return Counter(each.explanation or "unexplained" for each in twice)
 
     @property
     def forbidden(self) -> list[Finding]:
@@ -240,6 +239,16 @@ def _may_be_cancelled(task: Sent) -> bool:
     return asked and task.cancelled_at is None and task.cancel_refused is None
 
 
+def told(
+    zero_at: float, events: list[tuple[float, str]], faults: Iterable[Struck]
+) -> tuple[str, ...]:
+    """Events and faults as text, in their order, in seconds since *zero_at*."""
+    for fault in faults:
+        events.append((fault.began_at, f"{fault.kind} {fault.target}"))
+        events.append((fault.ended_at, f"mended: {fault.kind} {fault.target}"))
+    return tuple(f"{at - zero_at:+.3f} s {what}" for at, what in sorted(events))
+
+
 def history(task: Sent, runs: Sequence[Start], struck: Sequence[Struck]) -> tuple[str, ...]:
     """The history of *task* as text: events in order, in seconds since it was sent."""
     end = max([task.due_at, *(run.at for run in runs)])
@@ -255,35 +264,25 @@ def history(task: Sent, runs: Sequence[Start], struck: Sequence[Struck]) -> tupl
     if task.cancel_refused is not None and task.cancelling_at is not None:
         events.append((task.cancelling_at, f"cancel refused: {task.cancel_refused}"))
     events += [(run.at, f"started by {run.worker}") for run in runs]
-    for fault in struck:
-        if fault.overlaps(task.sent_at, end):
-            events.append((fault.began_at, f"{fault.kind} {fault.target}"))
-            events.append((fault.ended_at, f"mended: {fault.kind} {fault.target}"))
-    return tuple(f"{at - task.sent_at:+.3f} s {what}" for at, what in sorted(events))
+    meanwhile = [fault for fault in struck if fault.overlaps(task.sent_at, end)]
+    return told(task.sent_at, events, meanwhile)
 
 
 def read_notes(notes: Iterable[Mapping[str, Any]]) -> list[Sent]:
     """Read the sent tasks from the producers' notes."""
     tasks: dict[str, Sent] = {}
     for note in notes:
-        task_id, at = note["id"], note["at"]
-        match note["what"]:
-            case "sending":
-                tasks[task_id] = Sent(
-                    task_id, note["queue"], at, note["due"], once=note.get("once", False)
-                )
-                continue
-            case "confirmed":
-                change: dict[str, Any] = {"confirmed_at": at}
-            case "failed":
-                change = {"error": note["error"]}
-            case "cancelling":
-                change = {"cancelling_at": at}
-            case "cancelled":
-                change = {"cancelled_at": at}
-            case "not cancelled":
-                change = {"cancel_refused": note["said"]}
-            case what:
-                raise ValueError(f"expected a note of a producer, got {what!r}")
-        tasks[task_id] = replace(tasks[task_id], **change)
+        task_id, at, what = note["id"], note["at"], note["what"]
+        if what == "sending":
+            once = note.get("once", False)
+            tasks[task_id] = Sent(task_id, note["queue"], at, note["due"], once=once)
+            continue
+        changes: dict[str, dict[str, Any]] = {
+            "confirmed": {"confirmed_at": at},
+            "failed": {"error": note.get("error")},
+            "cancelling": {"cancelling_at": at},
+            "cancelled": {"cancelled_at": at},
+            "not cancelled": {"cancel_refused": note.get("said")},
+        }
+        tasks[task_id] = replace(tasks[task_id], **changes[what])
     return list(tasks.values())

@@ -122,7 +122,7 @@ def _on_rabbitmq(
     nodes = len(cluster.nodes)
 
     def on_node(do: Callable[[PrivateRabbitMQ], object]) -> Strike:
-        return lambda number: _on_node(cluster, cluster.nodes[number], do)
+        return partial(_on_node, cluster, do)
 
     faults: dict[FaultKind, Strike] = {
         FaultKind("node-killed", 1, 8, nodes): on_node(PrivateRabbitMQ.kill),
@@ -131,7 +131,7 @@ def _on_rabbitmq(
         FaultKind("connections-dropped", 0, 0.5): partial(_dropped, lambda: _close_all(cluster)),
         FaultKind("store-killed", 0.5, 3): partial(_down, store.kill, store.start, "the store"),
         FaultKind("store-restarted", 0, 1): partial(_down, store.stop, store.start, "the store"),
-        FaultKind("store-hung", 1, 12): lambda _: _hung(store),
+        FaultKind("store-hung", 1, 12): lambda _: _hung(store, "the store"),
     }
     if can_be_cut:
         faults[FaultKind("partition", 8, 20, nodes)] = on_node(cluster.partition)
@@ -140,14 +140,11 @@ def _on_rabbitmq(
     return Place(what, url, conf, faults=faults, once=True)
 
 
-def _hung(store: PrivateRedis | PrivatePostgreSQL) -> AbstractContextManager[str]:
-    return _paused_node(store) if isinstance(store, PrivateRedis) else _paused_database(store)
-
-
 @contextmanager
 def _on_node(
-    cluster: PrivateRabbitMQCluster, node: PrivateRabbitMQ, do: Callable[[PrivateRabbitMQ], object]
+    cluster: PrivateRabbitMQCluster, do: Callable[[PrivateRabbitMQ], object], number: int
 ) -> Iterator[str]:
+    node = cluster.nodes[number]
     do(node)
     yield node.name
     cluster.heal()
@@ -190,16 +187,17 @@ def _on_redis(sentinel: PrivateSentinel) -> Place:
             "unacked_mutex_expire": 5,
         }
     }
+
+    def disconnect_all() -> None:
+        for kind in ("normal", "pubsub"):
+            sentinel.master.client.client_kill_filter(_type=kind, skipme=True)
+
     faults: dict[FaultKind, Strike] = {
         FaultKind("master-killed", 0.5, 4): lambda _: _failed_over(sentinel, PrivateRedis.kill),
         FaultKind("master-stopped", 0.5, 4): lambda _: _failed_over(sentinel, PrivateRedis.stop),
-        FaultKind("master-paused", 0.3, 1): lambda _: _paused_node(sentinel.master),
-        FaultKind("replica-killed", 0.5, 4, targets=2): lambda number: _replica_killed(
-            sentinel, number
-        ),
-        FaultKind("connections-dropped", 0, 0.5): partial(
-            _dropped, lambda: _disconnect_all(sentinel.master)
-        ),
+        FaultKind("master-paused", 0.3, 1): lambda _: _hung(sentinel.master, "the master"),
+        FaultKind("replica-killed", 0.5, 4, targets=2): partial(_replica_killed, sentinel),
+        FaultKind("connections-dropped", 0, 0.5): partial(_dropped, disconnect_all),
     }
     version = sentinel.nodes[0].client.info("server")["redis_version"]
     return Place(f"Redis {version}, Sentinel, 3 nodes", sentinel.url, conf, faults=faults)
@@ -230,17 +228,6 @@ def _replica_killed(sentinel: PrivateSentinel, number: int) -> Iterator[str]:
     sentinel.heal()
 
 
-@contextmanager
-def _paused_node(node: PrivateRedis) -> Iterator[str]:
-    with hung(node):
-        yield f"port {node.port}"
-
-
-def _disconnect_all(node: PrivateRedis) -> None:
-    for kind in ("normal", "pubsub"):
-        node.client.client_kill_filter(_type=kind, skipme=True)
-
-
 # ---- PostgreSQL --------------------------------------------------------------------------------
 
 
@@ -265,14 +252,11 @@ def _on_postgresql(server: PrivatePostgreSQL, folder: Path) -> Place:
     consumers = tuple(
         Post(queue, installed=False, mortal=False) for queue in ("default", "side", "invoices")
     )
+    name = "the database"
     faults: dict[FaultKind, Strike] = {
-        FaultKind("database-killed", 0.5, 5): partial(
-            _down, server.kill, server.start, "the database"
-        ),
-        FaultKind("database-restarted", 0, 1): partial(
-            _down, server.stop, server.start, "the database"
-        ),
-        FaultKind("database-paused", 1, 4): lambda _: _paused_database(server),
+        FaultKind("database-killed", 0.5, 5): partial(_down, server.kill, server.start, name),
+        FaultKind("database-restarted", 0, 1): partial(_down, server.stop, server.start, name),
+        FaultKind("database-paused", 1, 4): lambda _: _hung(server, name),
         FaultKind("connections-dropped", 0, 0.5): partial(_dropped, lambda: end_backends(url)),
     }
     return Place(
@@ -285,12 +269,6 @@ def _on_postgresql(server: PrivatePostgreSQL, folder: Path) -> Place:
     )
 
 
-@contextmanager
-def _paused_database(server: PrivatePostgreSQL) -> Iterator[str]:
-    with hung(server):
-        yield "the database"
-
-
 # ---- any ---------------------------------------------------------------------------------------
 
 
@@ -301,6 +279,12 @@ def _down(
     end()
     yield name
     start()
+
+
+@contextmanager
+def _hung(server: PrivateRedis | PrivatePostgreSQL, name: str) -> Iterator[str]:
+    with hung(server):
+        yield name
 
 
 @contextmanager

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from statistics import quantiles
 from typing import Any
 
 from matplotlib.figure import Figure
 
 from benchmarks.charts import GREY, OTHERS, OURS, figure, short
+from benchmarks.measuring import percentiles
+from benchmarks.report import markdown_table
 from celery_native_delay.durations import duration
 from tests.chaos import entries
 from tests.chaos.oracle import FORBIDDEN, Verdict
@@ -22,7 +24,7 @@ AFTERMATH_SECONDS = 10.0
 A Celery worker that cannot connect tries again after 2, 4, 6, 8 and 10 s.
 """
 
-SHOWN_FINDINGS = 20
+SHOWN_FINDINGS = 40
 
 COUNTED = [*(verdict.value for verdict in FORBIDDEN), Verdict.DOUBLED.value]
 
@@ -32,24 +34,30 @@ Result = dict[str, Any]
 
 def result_of(outcome: Outcome) -> Result:
     """Return a run as JSON data; times are in seconds since the start of the run."""
-    judgement, plan, began = outcome.judgement, outcome.plan, outcome.began_at
+    judgement, of_entries, plan = outcome.judgement, outcome.entries, outcome.plan
+    began = outcome.began_at
+    kept = ("sent", "confirmed", "unknown", "ran", "cancelled", "cancels_unknown")
+
+    def since(pairs: Iterable[tuple[float, float]]) -> list[list[float]]:
+        return [[round(due - began, 3), round(late, 4)] for due, late in pairs]
+
     return {
         "broker": outcome.what,
         "seed": plan.seed,
         "minutes": plan.minutes,
         "rate": plan.rate,
         "longest_delay_seconds": plan.longest_seconds,
-        "tasks": {
-            "sent": judgement.sent,
-            "confirmed": judgement.confirmed,
-            "unknown": judgement.unknown,
-            "ran": judgement.ran,
-            "cancelled": judgement.cancelled,
-            "cancels_unknown": judgement.cancels_unknown,
-        },
-        "verdicts": {verdict.value: judgement.count(verdict) for verdict in Verdict},
+        "tasks": {name: getattr(judgement, name) for name in kept},
+        "verdicts": {verdict.value: judgement.counts[verdict] for verdict in Verdict},
         "doubled_because": dict(judgement.reasons),
-        "entries": entries.as_json(outcome.entries, began),
+        "entries": {
+            "ran": of_entries.ran,
+            "verdicts": {each.value: of_entries.counts[each] for each in entries.Verdict},
+            "findings": [
+                asdict(each) | {"verdict": each.verdict.value} for each in of_entries.findings
+            ],
+            "lateness": since(of_entries.lateness),
+        },
         "workers_ended_by_themselves": outcome.ended_by_themselves,
         "faults": [
             {
@@ -60,16 +68,8 @@ def result_of(outcome: Outcome) -> Result:
             }
             for fault in outcome.struck
         ],
-        "findings": [
-            {
-                "verdict": finding.verdict.value,
-                "task": finding.task_id,
-                "explanation": finding.explanation,
-                "history": finding.history,
-            }
-            for finding in judgement.findings
-        ],
-        "lateness": [[round(due - began, 3), round(late, 4)] for due, late in judgement.lateness],
+        "findings": [asdict(each) | {"verdict": each.verdict.value} for each in judgement.findings],
+        "lateness": since(judgement.lateness),
     }
 
 
@@ -84,29 +84,29 @@ def update(folder: Path, broker: str, outcome: Outcome) -> None:
 
 def as_markdown(results: Sequence[Result]) -> str:
     """Return Markdown tables: one of all runs, and one of faults per run."""
-    head = ["broker", "run", "faults", "sent tasks", "unconfirmed", "cancelled", "ran", *COUNTED]
-    head += ["lateness in calm: p50, p99", "greatest lateness"]
-    parts = [_table(head, map(_row, results))]
+    lines = markdown_table([_row(result) for result in results])
     for result in results:
-        parts += [f"\n{result['broker']}:\n", _fault_table(result)]
+        lines += ["", f"{result['broker']}:", "", *markdown_table(_fault_rows(result))]
         if notes := _notes(result):
-            parts.append(f"\n{notes}")
-    return "\n".join(parts) + "\n"
+            lines += ["", notes]
+    return "\n".join(lines) + "\n"
 
 
 def findings_as_text(outcome: Outcome) -> str:
     """Return the tasks and due times that broke a promise, each with its history."""
-    found = outcome.judgement.forbidden
+    began, of_tasks = outcome.began_at, outcome.judgement.forbidden
+    found = [
+        (
+            f"{each.verdict.value}: entry {each.number}, due at {each.due_at - began:.3f} s",
+            each.story,
+        )
+        for each in outcome.entries.forbidden
+    ]
+    found += [(f"{each.verdict.value}: {each.task_id}", each.history) for each in of_tasks]
     lines = []
-    of_entries = outcome.entries.forbidden
-    for each in of_entries[:SHOWN_FINDINGS]:
-        at = each.due_at - outcome.began_at
-        lines.append(f"{each.verdict.value}: entry {each.number}, due at {at:.3f} s")
-        lines += [f"    {event}" for event in each.story]
-    for finding in found[:SHOWN_FINDINGS]:
-        lines.append(f"{finding.verdict.value}: {finding.task_id}")
-        lines += [f"    {event}" for event in finding.history]
-    more = max(len(found), len(of_entries)) - SHOWN_FINDINGS
+    for told, events in found[:SHOWN_FINDINGS]:
+        lines += [told, *(f"    {event}" for event in events)]
+    more = len(found) - SHOWN_FINDINGS
     return "\n".join(lines + ([f"and {more} more"] if more > 0 else []))
 
 
@@ -134,31 +134,35 @@ def draw(results: Sequence[Result]) -> Figure:
     return picture
 
 
-def _row(result: Result) -> list[str]:
+def _row(result: Result) -> dict[str, Any]:
     tasks = result["tasks"]
-    counts = [len(result["faults"]), tasks["sent"], tasks["unknown"], tasks["cancelled"]]
-    counts += [tasks["ran"], *(result["verdicts"][name] for name in COUNTED)]
     calm = [late for due, late in result["lateness"] if not _is_hit(result["faults"], due)]
-    return [
-        result["broker"],
-        f"{duration(result['minutes'] * 60)}, {result['rate']:g}/s, seed {result['seed']}",
-        *(f"{count:,}" for count in counts),
-        _p50_p99(calm),
-        f"{max((late for _, late in result['lateness']), default=0):.1f} s",
-    ]
+    greatest = max((late for _, late in result["lateness"]), default=0)
+    told = f"{duration(result['minutes'] * 60)}, {result['rate']:g}/s, seed {result['seed']}"
+    return {
+        "broker": result["broker"],
+        "run": told,
+        "faults": len(result["faults"]),
+        "sent tasks": tasks["sent"],
+        "unconfirmed": tasks["unknown"],
+        "cancelled": tasks["cancelled"],
+        "ran": tasks["ran"],
+        **{name: result["verdicts"][name] for name in COUNTED},
+        "lateness in calm: p50, p99": _p50_p99(calm),
+        "greatest lateness": f"{greatest:.1f} s",
+    }
 
 
-def _fault_table(result: Result) -> str:
+def _fault_rows(result: Result) -> list[dict[str, Any]]:
     rows = []
     for kind in sorted({fault["kind"] for fault in result["faults"]}):
         faults = [fault for fault in result["faults"] if fault["kind"] == kind]
         hit = [late for due, late in result["lateness"] if _is_hit(faults, due)]
         lasted = max(fault["mended"] - fault["began"] for fault in faults)
         latest = f"{max(hit, default=0):.1f} s"
-        rows.append([f"`{kind}`", f"{len(faults)}", f"{lasted:.1f} s", latest])
-    return _table(
-        ["fault", "count", "longest duration", "greatest lateness of tasks due meanwhile"], rows
-    )
+        row = {"fault": f"`{kind}`", "count": len(faults), "longest duration": f"{lasted:.1f} s"}
+        rows.append(row | {"greatest lateness of tasks due meanwhile": latest})
+    return rows
 
 
 def _notes(result: Result) -> str:
@@ -181,12 +185,6 @@ def _is_hit(faults: Iterable[dict[str, Any]], due: float) -> bool:
 
 
 def _p50_p99(seconds: Sequence[float]) -> str:
-    if len(seconds) < 2:
+    if not seconds:
         return "-"
-    cuts = quantiles(seconds, n=100, method="inclusive")
-    return f"{short(cuts[49] * 1000)} ms, {short(cuts[98] * 1000)} ms"
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return ", ".join(f"{short(each * 1000)} ms" for each in percentiles(seconds, (50, 99)))

@@ -163,18 +163,17 @@ class Crew:
     def _producer(self) -> subprocess.Popen[bytes]:
         """Start a producer process with the next seed."""
         self._produced += 1
-        flags = ["--once"] * self._once
-        options = {
-            "seed": self._plan.seed * 1000 + self._produced,
-            "rate": self._plan.rate / PRODUCERS,
-            "longest": self._plan.longest_seconds,
-            "until": self._until,
-            "notes": self.notes_path,
-        }
+        given = [
+            self._plan.seed * 1000 + self._produced,
+            self._plan.rate / PRODUCERS,
+            self._plan.longest_seconds,
+            self._until,
+            self.notes_path,
+            self._once,
+        ]
         with (self._folder / f"producer-{self._produced}.log").open("wb") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "tests.chaos.load", *flags]
-                + [f"--{name}={value}" for name, value in options.items()],
+                [sys.executable, "-m", "tests.chaos.load", *map(str, given)],
                 cwd=REPOSITORY,
                 env=self.fleet.environment(),
                 stdin=subprocess.DEVNULL,
