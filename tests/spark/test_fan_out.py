@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 from collections import Counter
 from collections.abc import Callable
-from contextlib import closing, nullcontext
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from threading import Thread
 from time import time_ns
 from typing import Any
 
@@ -18,9 +17,10 @@ import pytest
 
 pytest.importorskip("pyspark")
 
+from celery import Celery
 from pyspark.sql import functions as f
 
-from celery_native_delay import FanOutFailed, InvalidFanOut
+from celery_native_delay import Delay, FanOutFailed, InvalidFanOut, install
 from celery_native_delay.spark import FanOut, task_id_of
 from celery_native_delay.spark.sending import Receipt, SendJob, send_rows
 from celery_native_delay.testing import private_rabbitmq
@@ -29,6 +29,7 @@ from tests.brokers import installed_rabbitmq
 from tests.integration import redis_traffic
 from tests.integration.redis_traffic import promoting
 from tests.integration.traffic import Arrival, inbox
+from tests.spark.conftest import LEVELS
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
 MakeApp = Callable[..., str]
@@ -52,11 +53,8 @@ def test_five_thousand_tasks_arrive_once_and_never_early_in_their_queues(
 ) -> None:
     """Due times in two zones, executors in a third one, and some bad rows."""
     url = request.getfixturevalue(f"native_delay_{broker}_url")
-    promotes = (
-        promoting(partial(redis_traffic.delaying, url, namespace="tests"))
-        if broker == "redis"
-        else nullcontext()
-    )
+    delaying = partial(redis_traffic.delaying, url, namespace="tests")
+    promotes = promoting(delaying) if broker == "redis" else nullcontext()
     count = 5_000
     begin_us = time_ns() // 1000 + 15_000_000
     etas = (
@@ -158,10 +156,8 @@ def test_small_partitions_share_a_connection(
     spark: Any, make_app: MakeApp, native_delay_rabbitmq_url: str
 ) -> None:
     """With any number of partitions; and no more connections than slots, else rows would wait."""
-    fan_out = reminders(
-        spark.range(60, numPartitions=60), make_app(native_delay_rabbitmq_url), connections=3
-    )
-    result = fan_out.send()
+    app, df = make_app(native_delay_rabbitmq_url), spark.range(60, numPartitions=60)
+    result = reminders(df, app, connections=3).send()
     assert (result.confirmed, len(result.receipts)) == (60, 2)
 
 
@@ -169,10 +165,8 @@ def test_max_rate_is_kept_and_shared_by_all_connections(
     spark: Any, make_app: MakeApp, native_delay_rabbitmq_url: str
 ) -> None:
     """Also if the rows come in one partition: each of two slots sends half."""
-    fan_out = reminders(
-        spark.range(200, numPartitions=1), make_app(native_delay_rabbitmq_url), max_rate=100
-    )
-    receipts = fan_out.send().receipts
+    app, df = make_app(native_delay_rabbitmq_url), spark.range(200, numPartitions=1)
+    receipts = reminders(df, app, max_rate=100).send().receipts
     assert sum(receipt.sent for receipt in receipts) == 200
     assert min(receipt.sent for receipt in receipts) > 0
     for receipt in receipts:
@@ -188,10 +182,8 @@ def test_slots_that_a_cluster_gains_while_a_job_starts_do_not_exceed_max_rate(
     """As many connections send as share the rate."""
     slots = iter((1, 2, 4))
     monkeypatch.setattr(FanOut, "_senders", property(lambda _: next(slots)))
-    fan_out = reminders(
-        spark.range(60, numPartitions=4), make_app(native_delay_rabbitmq_url), max_rate=100
-    )
-    (receipt,) = fan_out.send().receipts
+    app, df = make_app(native_delay_rabbitmq_url), spark.range(60, numPartitions=4)
+    (receipt,) = reminders(df, app, max_rate=100).send().receipts
     assert receipt.sent == 60 <= 100 * (receipt.seconds + 0.2) + 1
 
 
@@ -235,10 +227,8 @@ def test_restarts_and_a_memory_alarm_of_the_broker_lose_no_task(
         df = spark.range(2_000).selectExpr("id as number")
 
         def send(run_id: str, **options: Any) -> None:
-            fan_out = reminders(
-                df, app, countdown=f.lit(600), id_cols=["number"], run_id=run_id, **options
-            )
-            result = fan_out.send()
+            options |= {"countdown": f.lit(600), "id_cols": ["number"], "run_id": run_id}
+            result = reminders(df, app, **options).send()
             assert result.confirmed == 2_000
             # All but what each partition learns from.
             assert sum(receipt.by_template for receipt in result.receipts) > 1_000
@@ -253,26 +243,16 @@ def test_restarts_and_a_memory_alarm_of_the_broker_lose_no_task(
             return sum(int(line) for line in listed.split() if line.isdigit())
 
         before = waiting()
-        errors: list[BaseException] = []
-
-        def third() -> None:
-            try:
-                send("third", max_rate=80.0)
-            except BaseException as exc:
-                errors.append(exc)
-
-        job = Thread(target=third)
-        job.start()
-        wait_until(lambda: waiting() > before)
-        broker.rabbitmqctl("set_vm_memory_high_watermark", "absolute", "1MB")
-        assert job.is_alive()
-        broker.rabbitmqctl("set_vm_memory_high_watermark", "0.4")
-        assert job.is_alive()
-        broker.stop()
-        broker.start()
-        job.join(timeout=PATIENCE_SECONDS)
-        assert not job.is_alive()
-        assert errors == []
+        with ThreadPoolExecutor(1) as pool:
+            job = pool.submit(send, "third", max_rate=80.0)
+            wait_until(lambda: waiting() > before)
+            broker.rabbitmqctl("set_vm_memory_high_watermark", "absolute", "1MB")
+            assert not job.done()
+            broker.rabbitmqctl("set_vm_memory_high_watermark", "0.4")
+            assert not job.done()
+            broker.stop()
+            broker.start()
+            job.result(timeout=PATIENCE_SECONDS)
         wait_until(lambda: waiting() >= 6_000)  # quorum queues report their counts later
 
 
@@ -281,24 +261,16 @@ def test_waiting_tasks_have_the_planned_due_times(
     spark: Any, make_app: MakeApp, request: pytest.FixtureRequest, tmp_path: Path, broker: str
 ) -> None:
     """On brokers that show due times; executors share the file of a store."""
-    file = tmp_path / "shop.db"
-    redis = request.getfixturevalue("native_delay_redis") if broker == "redis" else None
-    url = f"sqla+sqlite:///{file}"
-    if redis:
+    url = f"sqla+sqlite:///{tmp_path}/shop.db"
+    if broker == "redis":
         url = request.getfixturevalue("native_delay_redis_url")
     df = spark.range(2_000).selectExpr("id as number", "if(id % 100 = 99, null, 500 + id) as wait")
     fan_out = reminders(df, make_app(url, levels=20), countdown="wait", id_cols=["number"])
     result = fan_out.send()
     assert (result.confirmed, result.rejected, result.failures) == (1_980, 20, [])
-    if redis:
-        (key,) = redis.client.keys("tests.*.due")
-        waiting = [int(score) for _, score in redis.client.zrange(key, 0, -1, withscores=True)]
-    else:
-        with closing(sqlite3.connect(file)) as store:
-            rows = store.execute("SELECT next_us FROM native_delay_task")
-            waiting = [due_us for (due_us,) in rows]
+    app = install(Celery("shop", broker=url, set_as_current=False), **LEVELS)
     due_us = [row.due_us for row in fan_out.encoded.collect() if not row.error]
-    assert sorted(waiting) == sorted(due_us)
+    assert sorted(task.due_us for task in Delay(app).ls(limit=2_000)) == sorted(due_us)
 
 
 def test_tasks_sent_after_they_are_due_are_planned_counted_and_logged(
@@ -311,13 +283,8 @@ def test_tasks_sent_after_they_are_due_are_planned_counted_and_logged(
     df = spark.range(60, numPartitions=1).selectExpr(
         "id as number", "if(id % 3 = 0, 200, 3) as wait"
     )
-    fan_out = reminders(
-        df,
-        make_app(native_delay_rabbitmq_url, levels=16),
-        countdown="wait",
-        max_rate=5.0,
-        connections=1,
-    )
+    app = make_app(native_delay_rabbitmq_url, levels=16)
+    fan_out = reminders(df, app, countdown="wait", max_rate=5.0, connections=1)
     plan = fan_out.plan()
     assert (plan.send_seconds, plan.due_while_sending) == (12, 40)
     assert "warning: 40 fall due within the 12.0 s that sending takes at 5 tasks/s" in str(plan)
@@ -327,22 +294,12 @@ def test_tasks_sent_after_they_are_due_are_planned_counted_and_logged(
     assert 20 <= result.sent_after_due <= 40
     assert f"; {result.sent_after_due} were sent after they were due" in str(result)
     assert f"{result.sent_after_due} of 60 tasks were sent after they were due" in caplog.text
-
-
-def test_tasks_sent_in_time_log_no_warning(
-    spark: Any,
-    make_app: MakeApp,
-    native_delay_rabbitmq_url: str,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    fan_out = reminders(
-        spark.range(60), make_app(native_delay_rabbitmq_url, levels=16), countdown=f.lit(1000)
-    )
-    assert (fan_out.plan().due_while_sending, "warning" in str(fan_out.plan())) == (0, False)
-    with caplog.at_level("WARNING", logger="celery_native_delay.spark.sending"):
-        result = fan_out.send()
-    of_sending = [each.message for each in caplog.records if each.name.endswith(".sending")]
-    assert (result.sent_after_due, "due" in str(result), of_sending) == (0, False, [])
+    caplog.clear()
+    in_time = reminders(df, app, countdown=f.lit(1000))
+    assert (in_time.plan().due_while_sending, "warning" in str(in_time.plan())) == (0, False)
+    result = in_time.send()
+    assert (result.sent_after_due, "due" in str(result)) == (0, False)
+    assert not [each for each in caplog.records if each.name.endswith(".sending")]
 
 
 @pytest.mark.parametrize(
