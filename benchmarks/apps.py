@@ -16,7 +16,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from struct import Struct
@@ -28,6 +28,7 @@ from celery import Celery
 from kombu import Exchange, Queue
 from kombu.transport import native_delayed_delivery as celerys_own
 
+from benchmarks.measuring import Bench
 from celery_native_delay import install
 from example_project.folder_broker import SCHEME, settings_of
 
@@ -128,6 +129,13 @@ def waiting_in(url: str) -> int:
         return int(connection.default_channel.queue_declare(QUEUE, passive=True).message_count)
 
 
+def send_all(app: Celery, task: str, indexes: Iterable[int], **options: Any) -> None:
+    """Send one task for each index, on one connection."""
+    with app.producer_or_acquire() as producer:
+        for index in indexes:
+            app.tasks[task].apply_async((index,), producer=producer, **options)
+
+
 # ---- the worker ----------------------------------------------------------------------------
 
 
@@ -138,14 +146,10 @@ class Worker:
         self._record = record
         self.pid = pid
 
-    def starts(self) -> list[tuple[int, float]]:
-        """Return the index and the Unix time of each start so far."""
-        return list(RECORD.iter_unpack(self._record.read_bytes()))
-
-    def last_starts(self, count: int) -> list[tuple[int, float]]:
-        """Return the last *count* starts so far."""
+    def starts(self, last: int = 1 << 40) -> list[tuple[int, float]]:
+        """Return the index and the Unix time of each start so far, or of the *last* ones."""
         with self._record.open("rb") as file:
-            file.seek(max(self.start_count() - count, 0) * RECORD.size)
+            file.seek(max(self.start_count() - last, 0) * RECORD.size)
             data = file.read()
         return list(RECORD.iter_unpack(data[: len(data) // RECORD.size * RECORD.size]))
 
@@ -153,10 +157,39 @@ class Worker:
         return self._record.stat().st_size // RECORD.size
 
 
-def environment_of(method: str, url: str, conf: Mapping[str, Any] | None) -> dict[str, str]:
-    """Return the environment of a process that imports ``benchmarks.worker_app``."""
-    ours = {"BENCH_METHOD": method, "BENCH_URL": url, "BENCH_CONF": json.dumps(dict(conf or {}))}
-    return os.environ | ours
+@contextmanager
+def running(
+    method: str,
+    url: str,
+    conf: Mapping[str, Any],
+    *command: str,
+    log: Path | None = None,
+    **more: str,
+) -> Iterator[Any]:
+    """Run a command of ``celery -A benchmarks.worker_app``, and yield its process.
+
+    At the end of the block, it and all its child processes are ended. *conf* is configuration that
+    can be written as JSON. Without *log*, the command's output is the process's *stdout*.
+    """
+    ours = {"BENCH_METHOD": method, "BENCH_URL": url, "BENCH_CONF": json.dumps(dict(conf))}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "celery", "-A", "benchmarks.worker_app", *command],
+        cwd=REPOSITORY,
+        env=os.environ | ours | more,
+        stdin=subprocess.DEVNULL,
+        stdout=log.open("wb") if log else subprocess.PIPE,
+        stderr=subprocess.STDOUT if log else None,
+        start_new_session=True,  # Ctrl-C is for this process, which then ends the other one
+    )
+    try:
+        yield process
+    finally:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_SECONDS)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 @contextmanager
@@ -165,28 +198,14 @@ def running_worker(
 ) -> Iterator[Worker]:
     """Run a worker for an app from :func:`make_app`, and yield the worker when it is ready.
 
-    At the end of the block, the worker and all its child processes are ended. *options* are options
-    of ``celery worker``. *conf* is configuration that can be written as JSON.
+    *options* are options of ``celery worker``.
     """
     record = folder / f"{method}-{monotonic():.6f}"
     record.touch()
     ready, log = record.with_suffix(".ready"), record.with_suffix(".log")
-    command = ["-m", "celery", "-A", "benchmarks.worker_app", "worker", "--pool=prefork"]
-    environment = environment_of(method, url, conf) | {
-        "BENCH_RECORD": str(record),
-        "BENCH_READY": str(ready),
-    }
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, *command, "--concurrency=2", "--loglevel=WARNING", *options],
-            cwd=REPOSITORY,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C is for this process, which then ends the worker
-        )
-    try:
+    command = ("worker", "--pool=prefork", "--concurrency=2", "--loglevel=WARNING", *options)
+    files = {"BENCH_RECORD": str(record), "BENCH_READY": str(ready)}
+    with running(method, url, conf or {}, *command, log=log, **files) as process:
         deadline = monotonic() + BOOT_SECONDS
         while not ready.exists():
             if process.poll() is not None or monotonic() > deadline:
@@ -194,10 +213,33 @@ def running_worker(
                 raise RuntimeError(f"the {method} worker did not start:\n{said}")
             sleep(0.05)
         yield Worker(record, process.pid)
-    finally:
-        process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_SECONDS)
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+
+
+def lateness_ms(
+    bench: Bench,
+    app: Celery,
+    worker: Worker,
+    countdowns: Sequence[float],
+    what: str,
+    *,
+    per_second: int,
+    sent_before: int,
+    grace_seconds: float,
+) -> list[float]:
+    """Send one task for each countdown at a steady pace.
+
+    Returns:
+        The milliseconds from the due time of each task to its start; a task that has not started
+        *grace_seconds* after the last due time is missing.
+    """
+    due: list[float] = []
+    started = monotonic()
+    with bench.progress(f"{what}: publish", len(countdowns)) as done:
+        for index, countdown in enumerate(countdowns):
+            sleep(max(0.0, started + index / per_second - monotonic()))
+            due.append(time() + countdown)
+            app.tasks[TASK].apply_async((index,), countdown=countdown)
+            done(index)
+    patience = max(due) - time() + grace_seconds
+    bench.wait_for(what, worker.start_count, len(due) + sent_before, timeout_seconds=patience)
+    return [(at - due[index]) * 1000 for index, at in worker.starts() if index < len(due)]

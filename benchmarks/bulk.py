@@ -16,15 +16,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.apps import QUEUE, TASK, sending
 from benchmarks.charts import quartile_bars
-from benchmarks.measuring import (
-    Bench,
-    Result,
-    Target,
-    alternate,
-    block_of,
-    median,
-    quartiles,
-)
+from benchmarks.measuring import Bench, Result, Target, alternate, block_of, median, quartiles
 from celery_native_delay import delay_headers
 from celery_native_delay.bulk import bulk
 from celery_native_delay.due_time import due_us as due_us_of

@@ -3,63 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 import tempfile
-from contextlib import AbstractContextManager
 from datetime import UTC, datetime
+from importlib import import_module
 from pathlib import Path
 from time import monotonic
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn
 
-from matplotlib.figure import Figure
-
-from benchmarks import (
-    bulk,
-    holds,
-    keys,
-    lateness,
-    publish,
-    rates,
-    redis_store,
-    report,
-    scale,
-    schedules,
-    spark,
-    steady,
-    store,
-    throughput,
-    transactions,
-    worker_cost,
-)
-from benchmarks.measuring import BROKER_OPTIONS, Bench, Result, load_average, log, machine
-from celery_native_delay.testing import BrokerFailed, BrokerMissing, PrivateRabbitMQ
+from benchmarks import report, scale
+from benchmarks.measuring import BROKER_OPTIONS, Bench, Result, log, machine
+from celery_native_delay.testing import BrokerFailed, BrokerMissing
 from tests.rabbitmqs import find_rabbitmq, private_rabbitmq
 
+NAMES = (
+    *("publish", "bulk", "lateness", "throughput", "worker-cost", "steady", "redis-store"),
+    *("store", "transactions", "rates", "keys", "schedules", "holds", "spark"),
+)
 
-class Scenario(Protocol):
-    """A benchmark that measures and draws a chart: a module, or an object with its functions."""
-
-    def run(self, bench: Bench) -> Result: ...
-
-    def draw(self, result: Result) -> Figure: ...
-
-
-SCENARIOS: dict[str, Scenario] = {
-    "publish": publish,
-    "bulk": bulk,
-    "lateness": lateness,
-    "throughput": throughput,
-    "worker-cost": worker_cost,
-    "steady": steady,
-    "redis-store": redis_store,
-    "store": store,
-    "transactions": transactions,
-    "rates": rates,
-    "keys": keys,
-    "schedules": schedules,
-    "holds": holds,
-    "spark": spark,
+#: What has the functions run(bench) and draw(result): a module, or an object.
+SCENARIOS: dict[str, Any] = {
+    **{name: import_module(f"benchmarks.{name.replace('-', '_')}") for name in NAMES},
     "scale": scale.MILLION,
     "scale-10m": scale.TEN_MILLION,
 }
@@ -89,11 +55,6 @@ def main() -> int:
         help="how much of everything to do, e.g. 0.1; below 1 for a first look only",
     )
     parser.add_argument(
-        "--rabbitmq",
-        metavar="VERSION",
-        help=f'e.g. "3.10"; {REFERENCE} by default, or the system\'s where that is not installed',
-    )
-    parser.add_argument(
         "--out",
         type=Path,
         help="folder for the results; by default benchmarks/ for a whole run with no option, "
@@ -107,30 +68,35 @@ def main() -> int:
     options = parser.parse_args()
     usual = [name for name in SCENARIOS if name not in ONLY_BY_NAME]
     names = [name for name in SCENARIOS if name in (options.only or usual)]
-    is_whole = names == usual and options.scale == 1 and not options.rabbitmq
-    if options.update and (options.scale < 1 or options.rabbitmq):
-        parser.error(f"--update is for whole measurements on RabbitMQ {REFERENCE}")
-    folder = options.out or (FOLDER if is_whole or options.update else FOLDER / "results")
+    if options.update and options.scale < 1:
+        parser.error("--update is for whole measurements")
+    is_kept = options.update or (names == usual and options.scale == 1)
+    folder = options.out or (FOLDER if is_kept else FOLDER / "results")
 
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _stop)
     results: dict[str, Result] = report.read(folder) if options.update else {}
-    about: dict[str, str] = {"command": _command(options)}
+    words = ["python -m benchmarks"]
+    if not options.update:
+        words += [f"--only {name}" for name in options.only or ()]
+    about = {"command": " ".join(words)}
+    if options.scale < 1:
+        about["scale"] = f"{options.scale:g}: a first look, not a measurement"
+    version = REFERENCE if find_rabbitmq(REFERENCE) else None
+    if not version:
+        log(f"RabbitMQ {REFERENCE} is not installed: measuring on the system's")
     try:
         with (
             tempfile.TemporaryDirectory(prefix="native-delay-bench-") as files,
-            _broker(options.rabbitmq) as broker,
+            private_rabbitmq(version=version, **BROKER_OPTIONS) as broker,
         ):
             about |= machine(broker)
-            if options.scale < 1:
-                about["scale"] = f"{options.scale:g}: a first look, not a measurement"
             bench = Bench(broker, options.scale, Path(files))
             for name in names:
                 results[name] = _run(name, bench)
                 results = {one: results[one] for one in SCENARIOS if one in results}
                 log(f"{name}: {results[name].seconds:.0f} s")
-                # Write the results now: an error in the next scenario must not lose this scenario's
-                # result.
+                # Write now: an error in the next scenario must not lose this one's result.
                 report.write(folder, about, results)
                 SCENARIOS[name].draw(results[name]).savefig(folder / f"{name}.png")
     except (BrokerMissing, BrokerFailed) as exc:
@@ -142,21 +108,8 @@ def main() -> int:
     return 0
 
 
-def _broker(version: str | None) -> AbstractContextManager[PrivateRabbitMQ]:
-    """Start the RabbitMQ that all scenarios share.
-
-    Raises:
-        BrokerMissing: RabbitMQ, or its version *version*, is not installed.
-    """
-    if version is None and find_rabbitmq(REFERENCE):
-        version = REFERENCE
-    if version is None:
-        log(f"RabbitMQ {REFERENCE} is not installed: measuring on the system's")
-    return private_rabbitmq(version=version, **BROKER_OPTIONS)
-
-
 def _run(name: str, bench: Bench) -> Result:
-    load, started = load_average(), monotonic()
+    load, started = os.getloadavg()[0], monotonic()
     result: Result = SCENARIOS[name].run(bench)
     result.date = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
     result.load_before, result.seconds = load, monotonic() - started
@@ -168,17 +121,6 @@ def _scale(text: str) -> float:
     if not 0 < scale <= 1:
         raise argparse.ArgumentTypeError(f"expected more than 0 and at most 1, got {text}")
     return scale
-
-
-def _command(options: argparse.Namespace) -> str:
-    words = ["python -m benchmarks"]
-    if not options.update:
-        words += [f"--only {name}" for name in options.only or ()]
-    if options.scale != 1:
-        words.append(f"--scale {options.scale:g}")
-    if options.rabbitmq:
-        words.append(f"--rabbitmq {options.rabbitmq}")
-    return " ".join(words)
 
 
 def _stop(number: int, _: object) -> NoReturn:

@@ -4,22 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack
 from threading import Thread
 from time import perf_counter, sleep, time
-from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.apps import OTHER_TASK, TASK, Worker, declare_for, make_app, running_worker
+from benchmarks.apps import OTHER_TASK, TASK, declare_for, make_app, running_worker
 from benchmarks.charts import quartile_bars
-from benchmarks.measuring import (
-    Bench,
-    Result,
-    Target,
-    percentile_columns,
-    quartiles,
-)
+from benchmarks.measuring import Bench, Result, Target, percentile_columns, quartiles
 from celery_native_delay import Delay
 from celery_native_delay.app.holds import TAKEN_UP_SECONDS
 from celery_native_delay.bulk import bulk
@@ -37,21 +29,6 @@ PROBES = 1 << 31
 
 
 def run(bench: Bench) -> Result:
-    rows: list[dict[str, Any]] = []
-    targets: list[Target] = []
-    series: dict[str, list[float]] = {}
-    with ExitStack() as stack:
-        redis = stack.enter_context(bench.redis())
-        postgresql = stack.enter_context(private_postgresql())
-        vhost = stack.enter_context(bench.vhost())
-        for name, url, store in (
-            ("Redis", redis.url, None),
-            ("RabbitMQ and PostgreSQL", vhost, postgresql.new_database()),
-        ):
-            drill = Drill(bench, name, url, store)
-            rows += drill.rows
-            targets += drill.targets
-            series |= drill.series
     result = Result(
         "Held tasks",
         f"{bench.count(HELD, at_least=1000):,} immediate tasks are held by one worker with two "
@@ -59,10 +36,11 @@ def run(bench: Bench) -> Result:
         f"time until its start is measured. Then they are released at {PER_SECOND}/s, while other "
         f"tasks are sent each second. At last as many delayed tasks, found by a search, are moved "
         f"by {MOVED_SECONDS / 3600:g} hours, then cancelled.",
-        rows,
-        targets,
     )
-    result.series = series
+    with bench.redis() as redis:
+        Drill(bench, "Redis", redis.url, result)
+    with private_postgresql() as postgresql, bench.vhost() as vhost:
+        Drill(bench, "RabbitMQ and PostgreSQL", vhost, result, store=postgresql.new_database())
     return result
 
 
@@ -73,13 +51,10 @@ def draw(result: Result) -> Figure:
 class Drill:
     """Holds and releases tasks on one broker."""
 
-    def __init__(self, bench: Bench, name: str, url: str, store: str | None) -> None:
-        self.rows: list[dict[str, Any]] = []
-        self.targets: list[Target] = []
-        self.series: dict[str, list[float]] = {}
+    def __init__(self, bench: Bench, name: str, url: str, result: Result, **settings: str) -> None:
+        self._result = result
         self._count = bench.count(HELD, at_least=1000)
         self._probes = 0
-        settings: dict[str, Any] = {} if store is None else {"store": store}
         self._app = make_app("ours", url, **settings)
         conf = {f"native_delay_{key}": value for key, value in settings.items()}
         declare_for("ours", self._app)
@@ -91,7 +66,7 @@ class Drill:
             self._measure(f"{name}: {self._count:,} held", lambda: self._hold(bench, delay))
             released = self._beside(lambda: delay.release(TASK, rate=f"{PER_SECOND}/s"))
             self._measure(f"{name}: released", lambda: released() + self._until_all_ran())
-            self._check(name, worker)
+            self._check(name)
             with bulk(self._app) as batch:
                 for number in range(self._count):
                     batch.send(TASK, (number,), countdown=86_400)
@@ -109,8 +84,10 @@ class Drill:
         seconds = call()
         rate = self._count / (perf_counter() - began)
         columns = percentile_columns(seconds, "ms")
-        self.rows.append({"what": what, "tasks/s": rate, "other tasks": len(seconds), **columns})
-        self.series[what] = quartiles(each * 1e3 for each in seconds)
+        self._result.rows.append(
+            {"what": what, "tasks/s": rate, "other tasks": len(seconds), **columns}
+        )
+        self._result.series[what] = quartiles(each * 1e3 for each in seconds)
 
     def _hold(self, bench: Bench, delay: Delay) -> list[float]:
         seconds = []
@@ -152,17 +129,17 @@ class Drill:
         self._probes += 1
         self._app.send_task(OTHER_TASK, (index,))
         while True:
-            started = [at for found, at in self._worker.last_starts(1000) if found == index]
+            started = [at for found, at in self._worker.starts(last=1000) if found == index]
             if started:
                 return started[0] - began
             sleep(0.01)
 
-    def _check(self, name: str, worker: Worker) -> None:
-        starts = [(index, at) for index, at in worker.starts() if index < PROBES]
+    def _check(self, name: str) -> None:
+        starts = [(index, at) for index, at in self._worker.starts() if index < PROBES]
         each = Counter(index for index, _ in starts)
         most = max(Counter(int(at) for _, at in starts).values())
         lost = self._count - len(each)
-        self.targets += [
+        self._result.targets += [
             Target(f"{name}: held tasks that were lost", lost, "≤", 0),
             Target(f"{name}: runs of one held task", max(each.values()), "≤", 1),
             Target(f"{name}: starts in one second", most, "≤", 2 * PER_SECOND),

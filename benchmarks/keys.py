@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from itertools import count
 
 from celery import Celery
@@ -12,18 +11,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.apps import TASK, sending
 from benchmarks.charts import quartile_bars
-from benchmarks.measuring import (
-    Bench,
-    Block,
-    Result,
-    Target,
-    alternate,
-    block_of,
-    median,
-    percentile_columns,
-    quartiles,
-    seconds_of,
-)
+from benchmarks.measuring import Bench, Result, Target, alternating_calls
 from celery_native_delay import Delay
 from example_project.folder_broker import SCHEME
 
@@ -52,7 +40,9 @@ def run(bench: Bench) -> Result:
             "SQLite": sending("ours", f"{SCHEME}{bench.folder}/keys"),
         }
         found = {
-            place: alternate(bench, f"keys, {place}", rounds, ways(stack.enter_context(app)))
+            place: alternating_calls(
+                bench, f"keys, {place}", rounds, calls_of(stack.enter_context(app)), BLOCK
+            )
             for place, app in apps.items()
         }
     result = Result(
@@ -62,44 +52,34 @@ def run(bench: Bench) -> Result:
         f"its confirm.",
     )
     for place, by_way in found.items():
-        middle = {way: median(seconds_of(blocks)) for way, blocks in by_way.items()}
-        for way, blocks in by_way.items():
-            result.rows.append(
-                {
-                    "broker": place,
-                    "call": way,
-                    **percentile_columns(seconds_of(blocks), "µs"),
-                    "this : delayed": middle[way] / middle[DELAYED],
-                }
-            )
-            each_us = (seconds * 1e6 for seconds in seconds_of(blocks))
-            result.series[f"{place}: {way}"] = quartiles(each_us)
+        delayed = by_way[DELAYED].median
+        for way, calls in by_way.items():
+            row = {"broker": place, "call": way, **calls.columns_us}
+            result.rows.append(row | {"this : delayed": calls.median / delayed})
+            result.series[f"{place}: {way}"] = calls.quartiles_us
         if place != "RabbitMQ":  # where the delayed task waits in the broker, and its key elsewhere
-            ratio = middle[DEBOUNCED] / middle[DELAYED]
+            ratio = by_way[DEBOUNCED].median / delayed
             result.targets.append(Target(f"{place}, debounce : delayed (medians)", ratio, "≤", 1.5))
     return result
 
 
-def ways(app: Celery) -> dict[str, Callable[[], Block]]:
-    """Return the calls of each variant."""
+def calls_of(app: Celery) -> dict[str, Callable[[int], object]]:
+    """Return the call of each variant."""
     task, delay, numbers = app.tasks[TASK], Delay(app), count()
     task.apply_async((0,), countdown=WAIT_SECONDS)  # on a folder, it declares the queue
-    calls: dict[str, Callable[[int], object]] = {
-        DELAYED: lambda number: task.apply_async((number,), countdown=WAIT_SECONDS),
-        DEBOUNCED: lambda number: delay.debounce(
-            task.s(number), key=f"{number % KEYS}", seconds=WAIT_SECONDS
+
+    def key_of(number: int) -> str:
+        return f"{number % KEYS}"
+
+    return {
+        DELAYED: lambda at: task.apply_async((at,), countdown=WAIT_SECONDS),
+        DEBOUNCED: lambda at: delay.debounce(task.s(at), key=key_of(at), seconds=WAIT_SECONDS),
+        THROTTLED: lambda at: delay.throttle(task.s(at), key=key_of(at), seconds=WAIT_SECONDS),
+        CLAIMED: lambda at: delay.unique(
+            task.s(at), key=f"new {next(numbers)}", countdown=WAIT_SECONDS
         ),
-        THROTTLED: lambda number: delay.throttle(
-            task.s(number), key=f"{number % KEYS}", seconds=WAIT_SECONDS
-        ),
-        CLAIMED: lambda number: delay.unique(
-            task.s(number), key=f"new {next(numbers)}", countdown=WAIT_SECONDS
-        ),
-        TAKEN: lambda number: delay.unique(
-            task.s(number), key=f"{number % KEYS}", countdown=WAIT_SECONDS
-        ),
+        TAKEN: lambda at: delay.unique(task.s(at), key=key_of(at), countdown=WAIT_SECONDS),
     }
-    return {way: partial(block_of, call, BLOCK) for way, call in calls.items()}
 
 
 def draw(result: Result) -> Figure:

@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 import random
-from contextlib import ExitStack
 from itertools import product
-from time import monotonic, sleep, time
-from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.apps import LABELS, TASK, make_app, running_worker
+from benchmarks.apps import LABELS, TASK, lateness_ms, make_app, running_worker, send_all
 from benchmarks.charts import GREY, OTHERS, OURS, curves_on, figure
-from benchmarks.measuring import (
-    Bench,
-    Result,
-    Target,
-    curve,
-    lateness_columns,
-    percentile,
-)
+from benchmarks.measuring import Bench, Result, Target, curve, lateness_columns, percentile
 
 TASKS = 2_000
 PER_SECOND = 200
@@ -52,11 +42,7 @@ def run(bench: Bench) -> Result:
     for broker, countdowns, method in RUNS:
         seconds = _countdowns(countdowns, counts[countdowns], longest)
         what = f"lateness, {broker}, {countdowns}, {method}"
-        with ExitStack() as stack:
-            if broker == "RabbitMQ":
-                url = stack.enter_context(bench.vhost())
-            else:
-                url = stack.enter_context(bench.redis()).url
+        with bench.vhost() if broker == "RabbitMQ" else bench.redis_url() as url:
             late_ms = starts_on(url, bench, method, seconds, what)
         late[broker, countdowns, method] = late_ms
         result.rows.append(
@@ -100,33 +86,21 @@ def starts_on(
     """Return the lateness in milliseconds of each task's start, in a worker on the broker *url*."""
     with running_worker(method, url, bench.folder) as worker:
         app = make_app(method, url, confirm=True)
-        warm = len(countdowns)
-        for index in range(warm, warm + WARM_UP):
-            app.tasks[TASK].apply_async((index,))
+        first = len(countdowns)
+        send_all(app, TASK, range(first, first + WARM_UP))
         bench.wait_for(f"{what}: warm up", worker.start_count, WARM_UP, timeout_seconds=20)
-        due = publish(bench, app, countdowns, what)
-        bench.wait_for(
+        late_ms = lateness_ms(
+            bench,
+            app,
+            worker,
+            countdowns,
             what,
-            worker.start_count,
-            len(due) + WARM_UP,
-            timeout_seconds=max(due) - time() + GRACE_SECONDS,
+            per_second=PER_SECOND,
+            sent_before=WARM_UP,
+            grace_seconds=GRACE_SECONDS,
         )
         app.close()
-        return [(at - due[index]) * 1000 for index, at in worker.starts() if index < warm]
-
-
-def publish(bench: Bench, app: Any, countdowns: list[float], what: str) -> list[float]:
-    """Send one task for each countdown at a steady pace, and return the due times as Unix times."""
-    send = app.tasks[TASK].apply_async
-    due = []
-    started = monotonic()
-    with bench.progress(f"{what}: publish", len(countdowns)) as done:
-        for index, countdown in enumerate(countdowns):
-            sleep(max(0.0, started + index / PER_SECOND - monotonic()))
-            due.append(time() + countdown)
-            send((index,), countdown=countdown)
-            done(index)
-    return due
+    return late_ms
 
 
 def draw(result: Result) -> Figure:

@@ -9,14 +9,16 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from time import monotonic, perf_counter, process_time, sleep
 from typing import Any, Literal, TypeVar
 
+import numpy
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -42,15 +44,14 @@ PERCENTILES = (*range(100), 99.5, 99.9, 100)
 # ---- figures -------------------------------------------------------------------------------
 
 
+def percentiles(values: Iterable[float], percents: Sequence[float]) -> list[float]:
+    """Return interpolated percentiles of *values*; NaN if there are no values."""
+    found = list(values) or [float("nan")]
+    return [float(each) for each in numpy.percentile(found, percents)]
+
+
 def percentile(values: Iterable[float], percent: float) -> float:
-    """Return the interpolated percentile of *values*; NaN if there are no values."""
-    ordered = sorted(values)
-    if not ordered:
-        return float("nan")
-    place = (len(ordered) - 1) * percent / 100
-    below = int(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+    return percentiles(values, [percent])[0]
 
 
 def median(values: Iterable[float]) -> float:
@@ -59,30 +60,25 @@ def median(values: Iterable[float]) -> float:
 
 def quartiles(values: Iterable[float]) -> list[float]:
     """Return the first quartile, median and third quartile, for a bar of a chart."""
-    ordered = sorted(values)
-    return [percentile(ordered, percent) for percent in (25, 50, 75)]
+    return percentiles(values, (25, 50, 75))
 
 
 def percentile_columns(seconds: Iterable[float], unit: Literal["µs", "ms"]) -> dict[str, float]:
     """Return the table columns p50, p95 and p99, in *unit*."""
-    ordered, factor = sorted(seconds), {"µs": 1e6, "ms": 1e3}[unit]
-    return {f"p{p} {unit}": percentile(ordered, p) * factor for p in (50, 95, 99)}
+    factor, percents = {"µs": 1e6, "ms": 1e3}[unit], (50, 95, 99)
+    found = zip(percents, percentiles(seconds, percents), strict=True)
+    return {f"p{percent} {unit}": value * factor for percent, value in found}
 
 
 def curve(values: Iterable[float]) -> list[float]:
     """Return the value at each percentile of PERCENTILES."""
-    ordered = sorted(values)
-    return [percentile(ordered, percent) for percent in PERCENTILES]
+    return percentiles(values, PERCENTILES)
 
 
 def lateness_columns(late_ms: list[float]) -> dict[str, float]:
     """Return table columns of lateness in milliseconds; negative values are early starts."""
-    return {
-        "p50 ms": percentile(late_ms, 50),
-        "p95 ms": percentile(late_ms, 95),
-        "p99 ms": percentile(late_ms, 99),
-        "max ms": percentile(late_ms, 100),
-    }
+    columns = percentile_columns((late / 1e3 for late in late_ms), "ms")
+    return columns | {"max ms": percentile(late_ms, 100)}
 
 
 @dataclass(frozen=True)
@@ -91,20 +87,15 @@ class Target:
 
     what: str
     measured: float
-    sign: Literal["≤", "<", "≥"]
+    sign: Literal["≤", "≥"]
     limit: float
     unit: str = ""
 
     @property
     def met(self) -> bool:
-        """True if the measured value meets the bound. False if the value is NaN, as without
-        results.
-        """
-        match self.sign:
-            case "≤":
-                return self.measured <= self.limit
-            case "<":
-                return self.measured < self.limit
+        """True if the measured value meets the bound. False if it is NaN, as without results."""
+        if self.sign == "≤":
+            return self.measured <= self.limit
         return self.measured >= self.limit
 
 
@@ -141,14 +132,13 @@ class Bench:
         self.scale = scale
         self.folder = folder
         """A folder that exists until the run ends."""
-        self.console = Console(stderr=True)
         # The progress is drawn by hand: a drawing thread would distort the measurement.
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            console=self.console,
+            console=Console(stderr=True),
             auto_refresh=False,
         )
         self._refreshed = 0.0
@@ -171,6 +161,11 @@ class Bench:
         """Run a Redis that makes neither snapshots nor rewrites; end it after the block."""
         with private_redis(config=REDIS_CONFIG + "auto-aof-rewrite-percentage 0") as redis:
             yield redis
+
+    @contextmanager
+    def redis_url(self) -> Iterator[str]:
+        with self.redis() as redis:
+            yield redis.url
 
     @contextmanager
     def progress(self, description: str, total: float) -> Iterator[Callable[[float], None]]:
@@ -231,9 +226,29 @@ def block_of(call: Callable[[int], object], count: int) -> Block:
     return Block(seconds, (process_time() - cpu) / count)
 
 
-def seconds_of(blocks: Iterable[Block]) -> list[float]:
-    """Return the seconds of all calls of some blocks."""
-    return [seconds for block in blocks for seconds in block.seconds]
+class Calls(list[Block]):
+    """The calls of one way, a block for each round."""
+
+    @property
+    def seconds(self) -> list[float]:
+        return [seconds for block in self for seconds in block.seconds]
+
+    @property
+    def median(self) -> float:
+        return median(self.seconds)
+
+    @property
+    def cpu_seconds(self) -> float:
+        """The median CPU seconds for one call."""
+        return median(block.cpu_seconds for block in self)
+
+    @property
+    def quartiles_us(self) -> list[float]:
+        return quartiles(seconds * 1e6 for seconds in self.seconds)
+
+    @property
+    def columns_us(self) -> dict[str, float]:
+        return percentile_columns(self.seconds, "µs")
 
 
 def alternate(
@@ -259,15 +274,25 @@ def alternate(
     return {way: each[1:] for way, each in found.items()}
 
 
+def alternating_calls(
+    bench: Bench, what: str, rounds: int, ways: Mapping[str, Callable[[int], object]], block: int
+) -> dict[str, Calls]:
+    """Measure blocks of *block* calls of each way; see :func:`alternate`."""
+    blocks = {way: partial(block_of, call, block) for way, call in ways.items()}
+    return {way: Calls(each) for way, each in alternate(bench, what, rounds, blocks).items()}
+
+
 # ---- the machine ---------------------------------------------------------------------------
 
 
 def machine(broker: PrivateRabbitMQ) -> dict[str, str]:
-    """Return the hardware, system and versions of a measurement."""
+    """Return the hardware, system and versions of a measurement; Linux only."""
     packages = ("celery", "kombu", "amqp", "celery_native_delay")
+    model = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.M)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
-        "processor": f"{os.cpu_count()} x {_processor()}",
-        "memory": _memory(),
+        "processor": f"{os.cpu_count()} x {model[1] if model else platform.processor()}",
+        "memory": f"{memory / 2**30:.0f} GiB",
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
         "RabbitMQ": f"{broker.version}, one node on the same machine",
         "Python": platform.python_version(),
@@ -275,33 +300,12 @@ def machine(broker: PrivateRabbitMQ) -> dict[str, str]:
     }
 
 
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists() and (
-        found := re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE)
-    ):
-        return found[1]
-    return platform.processor() or "unknown processor"
-
-
-def _memory() -> str:
-    try:
-        pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):
-        return "unknown"
-    return f"{pages * page_bytes / 2**30:.0f} GiB"
-
-
-def load_average() -> float:
-    return os.getloadavg()[0]
-
-
-def resident_bytes(pid: int) -> int:
+def resident_bytes(pid: int | None) -> int:
     """Return the resident memory of a process and all its children."""
     return 1024 * sum(kilobytes for _, kilobytes in _family(pid))
 
 
-def cpu_seconds(pid: int) -> float:
+def cpu_seconds(pid: int | None) -> float:
     """Return the CPU seconds (user and system) of a process and its living children; Linux only."""
     ticks = 0
     for member, _ in _family(pid):
@@ -311,7 +315,7 @@ def cpu_seconds(pid: int) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def _family(pid: int) -> list[tuple[int, int]]:
+def _family(pid: int | None) -> list[tuple[int, int]]:
     """Return the process id and resident kilobytes of a process and of all its children."""
     listing = subprocess.run(
         ["ps", "-A", "-o", "pid=,ppid=,rss="], capture_output=True, text=True, check=True

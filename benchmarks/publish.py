@@ -9,18 +9,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.apps import TASK, sending
 from benchmarks.charts import quartile_bars
-from benchmarks.measuring import (
-    Bench,
-    Block,
-    Result,
-    Target,
-    alternate,
-    block_of,
-    median,
-    percentile_columns,
-    quartiles,
-    seconds_of,
-)
+from benchmarks.measuring import Bench, Result, Target, alternating_calls, median, quartiles
 
 ROUNDS = 60
 BLOCK = 50
@@ -40,12 +29,8 @@ def run(bench: Bench) -> Result:
             url = stack.enter_context(bench.vhost())
             app = stack.enter_context(sending(method, url, confirm=method == "celery"))
             send = partial(app.tasks[TASK].apply_async, countdown=countdown)
-            ways[label] = partial(block_of, lambda number, send=send: send((number,)), BLOCK)
-        found = alternate(bench, "publish", rounds, ways)
-    return conclude(found, rounds)
-
-
-def conclude(found: dict[str, list[Block]], rounds: int) -> Result:
+            ways[label] = lambda number, send=send: send((number,))
+        found = alternating_calls(bench, "publish", rounds, ways, BLOCK)
     result = Result(
         "Client cost of a publish",
         f"apply_async() of a task with one argument, in one process and thread. Each variant has "
@@ -54,29 +39,27 @@ def conclude(found: dict[str, list[Block]], rounds: int) -> Result:
         f"ratios of medians; the brackets have the middle half of the ratios of single rounds. "
         f"CPU is the client's CPU time per publish.",
     )
-    middle = {way: median(seconds_of(blocks)) for way, blocks in found.items()}
-    cpu = {way: median(block.cpu_seconds for block in blocks) for way, blocks in found.items()}
-    for way, blocks in found.items():
+    ours_cpu = found[OURS].cpu_seconds
+    for way, calls in found.items():
+        rounds_of_both = zip(found[OURS], calls, strict=True)
         low, _, high = quartiles(
-            median(ours.seconds) / median(block.seconds)
-            for ours, block in zip(found[OURS], blocks, strict=True)
+            median(ours.seconds) / median(block.seconds) for ours, block in rounds_of_both
         )
-        ratio = f"{middle[OURS] / middle[way]:.3f} ({low:.2f}-{high:.2f})"
+        ratio = found[OURS].median / calls.median
         result.rows.append(
             {
                 "variant": way,
-                **percentile_columns(seconds_of(blocks), "µs"),
-                "CPU µs": cpu[way] * 1e6,
-                "ours : this": "1" if way == OURS else ratio,
+                **calls.columns_us,
+                "CPU µs": calls.cpu_seconds * 1e6,
+                "ours : this": "1" if way == OURS else f"{ratio:.3f} ({low:.2f}-{high:.2f})",
             }
         )
-        result.series[way] = quartiles(seconds * 1e6 for seconds in seconds_of(blocks))
-    for other in (NOW, CELERY):
-        ratio_of_medians = middle[OURS] / middle[other]
-        result.targets.append(Target(f"ours : {other} (medians)", ratio_of_medians, "≤", 1.10))
+        result.series[way] = calls.quartiles_us
+        if way != OURS:
+            result.targets.append(Target(f"ours : {way} (medians)", ratio, "≤", 1.10))
     result.notes.append(
-        f"CPU of the client, ours : immediate {cpu[OURS] / cpu[NOW]:.2f}, ours : (b) "
-        f"{cpu[OURS] / cpu[CELERY]:.2f}."
+        f"CPU of the client, ours : immediate {ours_cpu / found[NOW].cpu_seconds:.2f}, ours : (b) "
+        f"{ours_cpu / found[CELERY].cpu_seconds:.2f}."
     )
     return result
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from time import perf_counter_ns
 from typing import Any
 
 import redis
-from celery import Celery
 from matplotlib.figure import Figure
 
-from benchmarks.apps import OTHER_TASK, TASK, running_worker, sending
+from benchmarks.apps import OTHER_TASK, TASK, running_worker, send_all, sending
 from benchmarks.charts import bars
 from benchmarks.measuring import Bench, Result, Target, median, percentile
 from celery_native_delay import Delay, Rate
@@ -69,53 +68,49 @@ def gate(bench: Bench, server: PrivateRedis, result: Result) -> None:
     connection = pool.make_connection()
     link = RedisLink(pool, "Redis", timeout_seconds=1)
     store = SqlStore(f"sqlite:///{bench.folder}/rates.db", "bench", timeout_seconds=5)
-    kept: dict[str, RecordedLines] = {
-        "Redis": RecordedLines(RedisRecords(link, IndexKeys("bench")), link.close),
-        "SQLite": RecordedLines(store.state),
-    }
-    for where, lines in kept.items():
-        starting: list[float] = []
-        waiting: list[float] = []
-        often, seldom = Rate("10000/s", burst=100_000), Rate("1/h")
-        bare: list[float] = []
-        several: dict[int, list[float]] = {1: [], 2: [], 3: []}
-        for _ in range(
-            bench.count(ASKED, at_least=50)
-        ):  # alternating, because the machine's speed varies
-            if where == "Redis":
-                bare.append(pinged_us(connection))
-            starting.append(asked_us(lines, often, "starts"))
-            waiting.append(asked_us(lines, seldom, "waits"))
-            for limits, took in several.items():
-                took.append(asked_us(lines, often, *(f"limit {at}" for at in range(limits))))
-        p99 = f"p99 {percentile(starting, 99):.0f} and {percentile(waiting, 99):.0f}"
-        row(result, "gate", f"{where}, starts", median(starting), "µs", p99)
-        row(result, "gate", f"{where}, waits", median(waiting), "µs")
-        for limits, took in several.items():
-            more = median(took) / median(several[limits - 1]) if limits > 1 else 1.0
-            row(result, "gate", f"{where}, {limits} limit(s)", median(took), "µs", f"x {more:.2f}")
-            if limits > 1 and where == "Redis":
-                target = f"gate with {limits} limits : with one fewer"
-                result.targets.append(Target(target, more, "≤", 1.3))
-        if where == "Redis":
-            row(result, "gate", "a bare PING of Redis", median(bare), "µs")
-        lines.close()
+    in_redis = RecordedLines(RedisRecords(link, IndexKeys("bench")), link.close)
+
+    def ping() -> None:
+        connection.send_command("PING")
+        connection.read_response()
+
+    checks("Redis", in_redis, bench, result, {"a bare PING of Redis": ping})
+    checks("SQLite", RecordedLines(store.state), bench, result, {})
     connection.disconnect()
     store.engine.dispose()
 
 
-def pinged_us(connection: Any) -> float:
-    before = perf_counter_ns()
-    connection.send_command("PING")
-    connection.read_response()
-    return (perf_counter_ns() - before) / 1000
-
-
-def asked_us(lines: RecordedLines, rate: Rate, *tasks: str) -> float:
-    asked = [Asked(task, "ada", rate) for task in tasks]
-    before = perf_counter_ns()
-    lines.ask(asked)
-    return (perf_counter_ns() - before) / 1000
+def checks(
+    where: str,
+    lines: RecordedLines,
+    bench: Bench,
+    result: Result,
+    others: dict[str, Callable[[], None]],
+) -> None:
+    """Measure calls in turn, because the machine's speed varies."""
+    often, seldom = Rate("10000/s", burst=100_000), Rate("1/h")
+    several = {limits: f"{where}, {limits} limit(s)" for limits in (1, 2, 3)}
+    starts, waits = f"{where}, starts", f"{where}, waits"
+    asked = {starts: [Asked("starts", "ada", often)], waits: [Asked("waits", "ada", seldom)]}
+    for limits, way in several.items():
+        asked[way] = [Asked(f"limit {at}", "ada", often) for at in range(limits)]
+    calls = {way: partial(lines.ask, each) for way, each in asked.items()} | others
+    took: dict[str, list[float]] = {way: [] for way in calls}
+    for _ in range(bench.count(ASKED, at_least=50)):
+        for way, call in calls.items():
+            before = perf_counter_ns()
+            call()
+            took[way].append((perf_counter_ns() - before) / 1000)
+    lines.close()
+    also = {starts: f"p99 {percentile(took[starts], 99):.0f} and {percentile(took[waits], 99):.0f}"}
+    for limits, way in several.items():
+        ratio = median(took[way]) / median(took[several[max(limits - 1, 1)]])
+        also[way] = f"x {ratio:.2f}"
+        if limits > 1 and where == "Redis":
+            what = f"gate with {limits} limits : with one fewer"
+            result.targets.append(Target(what, ratio, "≤", 1.3))
+    for way, each in took.items():
+        row(result, "gate", way, median(each), "µs", also.get(way, ""))
 
 
 # ---- how it is spread ------------------------------------------------------------------------
@@ -123,44 +118,45 @@ def asked_us(lines: RecordedLines, rate: Rate, *tasks: str) -> float:
 
 def spread(bench: Bench, server: PrivateRedis, result: Result) -> None:
     count = bench.count(SPREAD, at_least=15)
-    ways: list[tuple[str, str, str, Mapping[str, Any], int]] = [
-        ("ours, one worker", "ours", database(server, 1), RATED, 1),
-        ("ours, two workers", "ours", database(server, 2), RATED, 2),
-        ("Celery's rate_limit, one worker", "held", database(server, 3), CELERYS, 1),
-        ("Celery's rate_limit, two workers", "held", database(server, 4), CELERYS, 2),
-    ]
-    with bench.vhost() as url:
-        kept = {"native_delay_store": database(server, 5)}
-        ways.insert(2, ("ours, RabbitMQ", "ours", url, RATED | kept, 1))
-        for label, method, broker, conf, workers in ways:
-            starts = started(bench, label, method, broker, conf, count, workers)
+    with bench.vhost() as vhost:
+        kept = RATED | {"native_delay_store": database(server, 5)}
+        ways: dict[str, tuple[str, str, Mapping[str, Any], int]] = {
+            "ours, one worker": ("ours", database(server, 1), RATED, 1),
+            "ours, two workers": ("ours", database(server, 2), RATED, 2),
+            "ours, RabbitMQ": ("ours", vhost, kept, 1),
+            "Celery's rate_limit, one worker": ("held", database(server, 3), CELERYS, 1),
+            "Celery's rate_limit, two workers": ("held", database(server, 4), CELERYS, 2),
+        }
+        for label, way in ways.items():
+            starts = started(bench, f"rates: {label}", count, *way)
             per_second = (len(starts) - 1) / (starts[-1] - starts[0])
             most = most_in_a_second(starts)
             row(result, "spread", label, per_second, "starts/s", f"at most {most} in a second")
             result.series[label] = [per_second, most]
-            if label in ("ours, one worker", "ours, two workers"):
+            if label.startswith("ours") and label != "ours, RabbitMQ":
                 result.targets.append(Target(f"{label}: used of 10/s", per_second / 10, "≥", 0.98))
                 result.targets.append(Target(f"{label}: in any second", most, "≤", 10))
 
 
 def started(
     bench: Bench,
-    label: str,
+    what: str,
+    count: int,
     method: str,
     url: str,
     conf: Mapping[str, Any],
-    count: int,
     workers: int,
 ) -> list[float]:
+    """Return the times at which *count* tasks started."""
     with sending(method, url) as app, ExitStack() as stack:
-        send(app, TASK, count)
+        send_all(app, TASK, range(count))
         run = partial(running_worker, method, url, bench.folder, conf=conf)
         running = [stack.enter_context(run()) for _ in range(workers)]
 
         def start_count() -> int:
             return sum(worker.start_count() for worker in running)
 
-        bench.wait_for(f"rates: {label}", start_count, count, timeout_seconds=count / 5 + 60)
+        bench.wait_for(what, start_count, count, timeout_seconds=count / 5 + 60)
         return sorted(at for worker in running for _, at in worker.starts())
 
 
@@ -177,16 +173,13 @@ def most_in_a_second(starts: list[float]) -> int:
 def fair(bench: Bench, server: PrivateRedis, result: Result) -> None:
     keys = bench.count(KEYS, at_least=10)
     each = TASKS_OF_A_KEY if bench.scale >= 0.5 else 2
-    with sending("ours", database(server, 6)) as app:
+    url, total = database(server, 6), keys * each
+    with sending("ours", url) as app:
         with bulk(app) as many:
-            for number in range(keys * each):
-                tenant = str(number % keys)
-                many.send(app.tasks[TASK], (number,), headers={"tenant": tenant})
-        url = database(server, 6)
+            for number in range(total):
+                many.send(app.tasks[TASK], (number,), headers={"tenant": str(number % keys)})
         with running_worker("ours", url, bench.folder, conf=KEYED) as worker:
-            bench.wait_for(
-                f"rates: {keys} keys", worker.start_count, keys * each, timeout_seconds=300
-            )
+            bench.wait_for(f"rates: {keys} keys", worker.start_count, total, timeout_seconds=300)
             starts = worker.starts()
     first = min(at for _, at in starts)
     ends = [0.0] * keys
@@ -202,31 +195,27 @@ def fair(bench: Bench, server: PrivateRedis, result: Result) -> None:
 
 
 def beside(bench: Bench, server: PrivateRedis, result: Result) -> None:
-    rounds = ROUNDS if bench.scale >= 0.5 else 1
+    full = bench.count(BESIDE, at_least=100)
     rates: dict[str, list[float]] = {"alone": [], "beside": [], "celery": []}
-    for number in range(rounds):
-        rates["alone"].append(others_per_second(bench, server, "ours", 0, 10 + 3 * number))
-        full = bench.count(BESIDE, at_least=100)
-        rates["beside"].append(others_per_second(bench, server, "ours", full, 11 + 3 * number))
-        if number == 0:
-            rates["celery"].append(others_per_second(bench, server, "held", full, 12))
-    alone = median(rates["alone"])
-    row(result, "others", "alone", alone, "tasks/s")
+    for number in range(ROUNDS if bench.scale >= 0.5 else 1):
+        alone, both = (database(server, at + 3 * number) for at in (10, 11))
+        rates["alone"].append(others_per_second(bench, alone, "ours", 0))
+        rates["beside"].append(others_per_second(bench, both, "ours", full))
+    rates["celery"].append(others_per_second(bench, database(server, 12), "held", full))
+    base = median(rates["alone"])
+    row(result, "others", "alone", base, "tasks/s")
     for way, label in (("beside", "beside rated ones"), ("celery", "beside Celery's rate_limit")):
         found = median(rates[way])
-        row(result, "others", label, found, "tasks/s", f"{found / alone:.2f} of alone")
-    ratio = median(rates["beside"]) / alone
+        row(result, "others", label, found, "tasks/s", f"{found / base:.2f} of alone")
+    ratio = median(rates["beside"]) / base
     result.targets.append(Target("others beside rated ones : alone", ratio, "≥", 0.95))
 
 
-def others_per_second(
-    bench: Bench, server: PrivateRedis, method: str, rated: int, number: int
-) -> float:
-    url = database(server, number)
-    count = bench.count(OTHERS, at_least=50)
+def others_per_second(bench: Bench, url: str, method: str, rated: int) -> float:
+    count, first = bench.count(OTHERS, at_least=50), 1_000_000
     conf = (RATED if method == "ours" else CELERYS) | ONE_AT_A_TIME
     with sending(method, url) as app:
-        send(app, TASK, rated)
+        send_all(app, TASK, range(rated))
         with running_worker(method, url, bench.folder, conf=conf) as worker:
             if rated and method == "ours":
                 bench.wait_for(
@@ -235,28 +224,18 @@ def others_per_second(
                     True,
                     timeout_seconds=120,
                 )
-            before = worker.start_count()
-            send(app, OTHER_TASK, count, first=1_000_000)
+            send_all(app, OTHER_TASK, range(first, first + count))
 
-            def others() -> int:
-                return sum(1 for index, _ in worker.starts()[before:] if index >= 1_000_000)
+            def others() -> list[float]:
+                return sorted(at for index, at in worker.starts() if index >= first)
 
-            bench.wait_for(f"rates: others {number}", others, count, timeout_seconds=20)
-            starts = sorted(at for index, at in worker.starts() if index >= 1_000_000)
+            bench.wait_for("rates: others", lambda: len(others()), count, timeout_seconds=20)
+            starts = others()
     return (len(starts) - 1) / (starts[-1] - starts[0]) if len(starts) > 1 else 0.0
-
-
-# ---- apps ------------------------------------------------------------------------------------
 
 
 def database(server: PrivateRedis, number: int) -> str:
     return f"redis://127.0.0.1:{server.port}/{number}"
-
-
-def send(app: Celery, task: str, count: int, *, first: int = 0) -> None:
-    with app.producer_or_acquire() as producer:
-        for index in range(first, first + count):
-            app.tasks[task].apply_async((index,), producer=producer)
 
 
 def draw(result: Result) -> Figure:

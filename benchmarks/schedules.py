@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from datetime import datetime, timedelta
 from math import ceil, floor
 from time import sleep, time
@@ -14,17 +12,9 @@ from typing import Any
 from celery.schedules import BaseSchedule, crontab, schedstate
 from matplotlib.figure import Figure
 
-from benchmarks.apps import REPOSITORY, TASK, Worker, environment_of, make_app, running_worker
+from benchmarks.apps import TASK, Worker, make_app, running, running_worker
 from benchmarks.charts import GREY, OURS, curves_on, figure
-from benchmarks.measuring import (
-    Bench,
-    Result,
-    Target,
-    cpu_seconds,
-    curve,
-    lateness_columns,
-    log,
-)
+from benchmarks.measuring import Bench, Result, Target, cpu_seconds, curve, lateness_columns, log
 from celery_native_delay import Delay
 
 ENTRIES = 1_000
@@ -96,8 +86,10 @@ def measured(
         else:
             plain = "celery" if broker == "RabbitMQ" else "held"
             worker = stack.enter_context(running_worker(plain, url, bench.folder, conf=conf))
-            beat = stack.enter_context(running_beat(bench, plain, url, conf))
-            processes = {"worker": worker.pid, "beat": beat}
+            files = f"--schedule={bench.folder}/beat-{time()}", "--pidfile="
+            log = bench.folder / "beat.log"
+            beat = stack.enter_context(running(plain, url, conf, "beat", *files, log=log))
+            processes = {"worker": worker.pid, "beat": beat.pid}
         late_ms, cpu, of_brokers = one_minute(bench, what, when, count, worker, processes, brokers)
     row = {
         "broker": broker,
@@ -130,7 +122,7 @@ def one_minute(
 
     def cpus() -> tuple[dict[str, float], float]:
         mine = {name: cpu_seconds(pid) for name, pid in processes.items()}
-        return mine, sum(cpu_seconds(pid) for pid in brokers if pid is not None)
+        return mine, sum(map(cpu_seconds, brokers))
 
     sleep(max(begins - time(), 0))
     before, brokers_before = cpus()
@@ -146,28 +138,6 @@ def one_minute(
             late_ms.append((at - due) * 1000)
     cpu = {name: after[name] - before[name] for name in processes}
     return late_ms, cpu, brokers_after - brokers_before
-
-
-@contextmanager
-def running_beat(bench: Bench, method: str, url: str, conf: Mapping[str, Any]) -> Iterator[int]:
-    """Run ``celery beat`` with the plain app of *method*, and yield its process id."""
-    files = [f"--schedule={bench.folder}/beat-{time()}", "--pidfile="]
-    command = [sys.executable, "-m", "celery", "-A", "benchmarks.worker_app", "beat", *files]
-    log = (bench.folder / "beat.log").open("wb")
-    with log:
-        process = subprocess.Popen(
-            command,
-            cwd=REPOSITORY,
-            env=environment_of(method, url, conf) | {"BENCH_READY": "", "BENCH_RECORD": ""},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
-    try:
-        yield process.pid
-    finally:
-        process.terminate()
-        process.wait(20)
 
 
 # ---- the entries -----------------------------------------------------------------------------

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import random
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as f
 
-from benchmarks.apps import QUEUE, REPOSITORY, TASK, declare_for, make_app
+from benchmarks.apps import QUEUE, REPOSITORY, TASK, sending
 from benchmarks.charts import quartile_bars
 from benchmarks.measuring import Bench, Result, Target, median, quartiles
 from celery_native_delay.spark import FanOut
@@ -31,38 +31,19 @@ ENCODED_ROWS = 1_000_000
 PARTITIONS = 4
 COUNTDOWN_SECONDS = 3600
 
-
-@dataclass
-class Way:
-    """One way to send rows, with the rows per second of each round.
-
-    *ready* prepares the sending; its time is not measured.
-    """
-
-    label: str
-    rows: int
-    ready: Callable[[Any], Callable[[], object]]
-    rates: list[float] = field(default_factory=list)
-
-    def measure(self, spark: SparkSession) -> None:
-        self.rates.append(self.rows / self.seconds(spark, self.rows))
-
-    def seconds(self, spark: SparkSession, rows: int) -> float:
-        df = spark.range(rows, numPartitions=PARTITIONS).withColumnRenamed("id", "index")
-        send = self.ready(df)
-        started = perf_counter()
-        send()
-        return perf_counter() - started
+BY_HAND = "foreachPartition, apply_async, pool, confirmed"
+FAN_OUT = "FanOut.send()"
+IN_STORE = "PostgreSQL store: FanOut.send()"
 
 
 def run(bench: Bench) -> Result:
     rounds = bench.count(ROUNDS, at_least=1)
+    rows, by_hand = bench.count(ROWS, at_least=1_000), bench.count(BY_HAND_ROWS, at_least=500)
+    encoded = bench.count(ENCODED_ROWS)
     with ExitStack() as stack:
         ours, plain = (stack.enter_context(bench.vhost()) for _ in range(2))
         for method, url in (("ours", ours), ("held", plain)):
-            app = make_app(method, url)
-            declare_for(method, app)
-            app.close()
+            stack.enter_context(sending(method, url))
         redis, redis_plain = (stack.enter_context(bench.redis()).url for _ in range(2))
         spark = _session(
             bench,
@@ -73,40 +54,56 @@ def run(bench: Bench) -> Result:
             BENCH_SPARK_REDIS_PLAIN_URL=redis_plain,
         )
         stack.callback(spark.stop)
-        rows = bench.count(ROWS, at_least=1_000)
-        ways = {
-            "hand": Way(
-                "foreachPartition, apply_async, pool, confirmed",
-                bench.count(BY_HAND_ROWS, at_least=500),
-                _by_hand,
-            ),
-            "fan out": Way("FanOut.send()", rows, _fan_out),
-            "kombu": Way(
-                "foreachPartition, kombu's Producer, confirmed",
-                bench.count(BY_HAND_ROWS, at_least=500),
-                _by_kombu,
-            ),
-            "redis hand": Way(
-                "Redis: foreachPartition, apply_async, pool",
-                bench.count(BY_HAND_ROWS, at_least=500),
+        # The rows of each way, and what prepares its sending, whose time is not measured.
+        ways: dict[str, tuple[int, Callable[[Any], Callable[[], object]]]] = {
+            BY_HAND: (by_hand, _by_hand),
+            FAN_OUT: (rows, _fan_out),
+            "foreachPartition, kombu's Producer, confirmed": (by_hand, _by_kombu),
+            "Redis: foreachPartition, apply_async, pool": (
+                by_hand,
                 partial(_by_hand, app="redis_plain"),
             ),
-            "redis fan out": Way("Redis: FanOut.send()", rows, partial(_fan_out, app="redis_app")),
-            "store fan out": Way(
-                "PostgreSQL store: FanOut.send()", rows, partial(_fan_out, app="store_app")
-            ),
-            "sink": Way('format("celery")', rows, _sink),
-            "encode": Way("FanOut's Spark part alone", bench.count(ENCODED_ROWS), _encode),
+            "Redis: FanOut.send()": (rows, partial(_fan_out, app="redis_app")),
+            IN_STORE: (rows, partial(_fan_out, app="store_app")),
+            'format("celery")': (rows, _sink),
+            "FanOut's Spark part alone": (encoded, _encode),
         }
-        for way in ways.values():  # the JVM, the Python workers, the delay levels
-            way.seconds(spark, way.rows // 20)
-        order = random.Random(1)
+
+        def rate(way: str, part: int = 1) -> float:
+            """Return the rows per second of a part of the rows."""
+            rows, ready = ways[way]
+            df = spark.range(rows // part, numPartitions=PARTITIONS).withColumnRenamed(
+                "id", "index"
+            )
+            send = ready(df)
+            started = perf_counter()
+            send()
+            return rows // part / (perf_counter() - started)
+
+        for way in ways:  # the JVM, the Python workers, the delay levels
+            rate(way, part=20)
+        order, rates = random.Random(1), defaultdict(list)
         with bench.progress("spark", rounds) as done:
             for number in range(rounds):
-                for way in order.sample(list(ways.values()), len(ways)):
-                    way.measure(spark)
+                for way in order.sample(list(ways), len(ways)):
+                    rates[way].append(rate(way))
                 done(number + 1)
-    return conclude(ways, rounds)
+    result = Result(
+        "Delayed tasks from Spark",
+        f"{rounds} rounds on local[2] with {PARTITIONS} partitions; brokers and executors share "
+        f"the processors. Each round runs every way, in random order, until the broker has "
+        f"confirmed the last task: {rows:,} rows, by hand {by_hand:,}. "
+        f"The Spark part alone writes {encoded:,} rows to a noop sink.",
+    )
+    for way in ways:
+        low, middle, high = result.series[way] = quartiles(rates[way])
+        result.rows.append({"way": way, "rows/s": middle, "p25": low, "p75": high})
+    by_fan_out, by_apply_async = median(rates[FAN_OUT]), median(rates[BY_HAND])
+    result.targets += [
+        Target("FanOut.send() : by hand", by_fan_out / by_apply_async, "≥", 3),
+        Target("FanOut.send() into PostgreSQL", median(rates[IN_STORE]), "≥", 15_000, "rows/s"),
+    ]
+    return result
 
 
 def _session(bench: Bench, **environment: str) -> SparkSession:
@@ -190,25 +187,6 @@ def _sink(df: Any) -> Callable[[], object]:
     rows = df.withColumn("wait", f.lit(COUNTDOWN_SECONDS))
     writer = rows.write.format("celery").options(**options, args_cols="index", id_cols="index")
     return writer.mode("append").save
-
-
-def conclude(ways: dict[str, Way], rounds: int) -> Result:
-    result = Result(
-        "Delayed tasks from Spark",
-        f"{rounds} rounds on local[2] with {PARTITIONS} partitions; brokers and executors share "
-        f"the processors. Each round runs every way, in random order, until the broker has "
-        f"confirmed the last task: {ways['fan out'].rows:,} rows, by hand {ways['hand'].rows:,}. "
-        f"The Spark part alone writes {ways['encode'].rows:,} rows to a noop sink.",
-    )
-    for way in ways.values():
-        low, middle, high = result.series[way.label] = quartiles(way.rates)
-        result.rows.append({"way": way.label, "rows/s": middle, "p25": low, "p75": high})
-    rate = {name: median(way.rates) for name, way in ways.items()}
-    result.targets += [
-        Target("FanOut.send() : by hand", rate["fan out"] / rate["hand"], "≥", 3),
-        Target("FanOut.send() into PostgreSQL", rate["store fan out"], "≥", 15_000, "rows/s"),
-    ]
-    return result
 
 
 def draw(result: Result) -> Figure:

@@ -11,13 +11,7 @@ from collections.abc import Iterator
 from matplotlib.figure import Figure
 
 from benchmarks.charts import INK, OTHERS, OURS, curves_on, figure
-from benchmarks.measuring import (
-    Bench,
-    Result,
-    Target,
-    curve,
-    percentile,
-)
+from benchmarks.measuring import Bench, Result, Target, curve, percentile
 from benchmarks.steady_run import ARGUMENT_BYTES, TICK_SECONDS, WINDOW, Delays, Load, SteadyRun
 from celery_native_delay import DelaySettings
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from datetime import UTC, datetime
-from functools import partial
 from time import sleep, time
 from typing import Any
 
-from celery import Celery
 from matplotlib.figure import Figure
 
-from benchmarks.apps import TASK, declare_for, make_app, running_worker, waiting_in
+from benchmarks.apps import TASK, running_worker, send_all, sending, waiting_in
 from benchmarks.charts import bars
 from benchmarks.measuring import Bench, Result, Target, median
 from celery_native_delay.bulk import bulk
@@ -38,9 +35,8 @@ def run(bench: Bench) -> Result:
         # Rotate the order by one each time, so that no way is always first or last.
         order = [*rates][number % len(rates) :] + [*rates][: number % len(rates)]
         for way in order:
-            rate, arrived, run_count = measure(
-                bench, way, count, f"throughput {number + 1}/{rounds}, {way}"
-            )
+            what = f"throughput {number + 1}/{rounds}, {way}"
+            rate, arrived, run_count = measure(bench, way, count, what)
             rates[way].append(rate)
             missing[way] += count - run_count
             if way == "moment":
@@ -54,21 +50,13 @@ def run(bench: Bench) -> Result:
         f"take about four hops.",
     )
     base = median(rates["now"])
-    for way, values in rates.items():
-        result.rows.append(
-            {
-                "tasks": LABELS[way],
-                "tasks/s, median": median(values),
-                "lowest": min(values),
-                "highest": max(values),
-                "this : immediate": median(values) / base,
-                "not run": missing[way],
-            }
-        )
-        result.series[LABELS[way]] = [min(values), median(values), max(values)]
-    result.targets = [
-        Target("ours, countdown=12 : sent without delay", median(rates["ours"]) / base, "≥", 0.95)
-    ]
+    for way, label in LABELS.items():
+        lowest, middle, highest = min(rates[way]), median(rates[way]), max(rates[way])
+        row = {"tasks": label, "tasks/s, median": middle, "lowest": lowest, "highest": highest}
+        result.rows.append(row | {"this : immediate": middle / base, "not run": missing[way]})
+        result.series[label] = [lowest, middle, highest]
+    what = f"{LABELS['ours']} : {LABELS['now']}"
+    result.targets = [Target(what, median(rates["ours"]) / base, "≥", 0.95)]
     result.notes.append(
         f"The broker needs time for {count:,} messages that are due at one moment: the last one "
         f"reached the queue {median(burst_seconds):.1f} s after the due time (checked every "
@@ -85,17 +73,21 @@ def measure(bench: Bench, way: str, count: int, what: str) -> tuple[float, float
         run.
     """
     method = "ours" if way in ("ours", "moment") else "celery"
-    with bench.vhost() as url:
-        app = make_app(method, url)
-        declare_for(method, app)
-        countdown = COUNTDOWN_SECONDS if bench.scale >= 0.5 else 3
-        options: dict[str, Any] = {"countdown": countdown}
+    countdown = COUNTDOWN_SECONDS if bench.scale >= 0.5 else 3
+    with bench.vhost() as url, sending(method, url) as app:
+        due = time() + countdown
         if way == "now":
-            options = {}
-        if way == "moment":
-            options = {"eta": datetime.fromtimestamp(time() + countdown, UTC)}
-        publish(bench, app, count, f"{what}: publish", method, options)
-        due = options["eta"].timestamp() if way == "moment" else time() + countdown
+            send_all(app, TASK, range(count))
+        elif way == "celery":
+            send_all(app, TASK, range(count), countdown=countdown)
+        else:
+            eta = datetime.fromtimestamp(due, UTC)
+            when: Any = {"countdown": countdown} if way == "ours" else {"eta": eta}
+            with bulk(app) as batch:
+                for index in range(count):
+                    batch.send(TASK, (index,), **when)
+        if way != "moment":
+            due = time() + countdown
         bench.wait_for(
             f"{what}: mature",
             lambda: waiting_in(url),
@@ -109,24 +101,9 @@ def measure(bench: Bench, way: str, count: int, what: str) -> tuple[float, float
         with running_worker(method, url, bench.folder) as worker:
             bench.wait_for(f"{what}: run", worker.start_count, count, timeout_seconds=120)
             starts = [at for _, at in worker.starts()]
-        app.close()
     if len(starts) < 2:
         return 0.0, arrived, len(starts)
     return (len(starts) - 1) / (max(starts) - min(starts)), arrived, len(starts)
-
-
-def publish(
-    bench: Bench, app: Celery, count: int, what: str, method: str, options: dict[str, Any]
-) -> None:
-    """Publish the tasks: with this package in bulk within a second, otherwise with Celery."""
-    task = app.tasks[TASK]
-    with bench.progress(what, count) as done, ExitStack() as stack:
-        send = partial(task.apply_async, producer=stack.enter_context(app.producer_or_acquire()))
-        if method == "ours":
-            send = partial(stack.enter_context(bulk(app)).send, task)
-        for index in range(count):
-            send((index,), **options)
-            done(index)
 
 
 def draw(result: Result) -> Figure:

@@ -13,18 +13,7 @@ from sqlalchemy import Connection, create_engine, insert
 
 from benchmarks.apps import TASK, sending
 from benchmarks.charts import quartile_bars
-from benchmarks.measuring import (
-    Bench,
-    Block,
-    Result,
-    Target,
-    alternate,
-    block_of,
-    median,
-    percentile_columns,
-    quartiles,
-    seconds_of,
-)
+from benchmarks.measuring import Bench, Block, Calls, Result, Target, alternate, block_of
 from celery_native_delay import in_transaction
 from celery_native_delay.store.sql_table import TASKS
 from celery_native_delay.transports.storing import StoringChannel
@@ -45,45 +34,44 @@ IMMEDIATE = "apply_async, immediate"
 
 
 def run(bench: Bench) -> Result:
+    count, rounds = bench.count(COMMITTED, at_least=50), bench.count(ROUNDS, at_least=3)
     with ExitStack() as stack:
         postgresql = stack.enter_context(private_postgresql())
         url, vhost = postgresql.new_database(), stack.enter_context(bench.vhost())
         app = stack.enter_context(sending("ours", vhost, confirm=True, store=url))
         engine = create_engine(url)
         stack.callback(engine.dispose)
-        sent = costs(bench, app, engine)
-        committed = commits(bench, app, engine)
-    count, commit_ms = committed_count(bench), median(committed) * 1e3
-    own = median(sent[DELAYED]) / median(sent[BOTH])
+        sent = costs(bench, app, engine, rounds)
+        committed = commits(bench, app, engine, count)
+    own = sent[DELAYED].median / sent[BOTH].median
     result = Result(
         "Tasks in a transaction",
         f"PostgreSQL over a Unix socket, fsync off. One transaction of a SQLAlchemy connection has "
-        f"{BLOCK} sends or inserts; {bench.count(ROUNDS, at_least=3)} rounds. Celery's own part: "
+        f"{BLOCK} sends or inserts; {rounds} rounds. Celery's own part: "
         f"the same apply_async, whose message is dropped. Commit: "
         f"{count:,} immediate tasks of a transaction, from commit() "
         f"until RabbitMQ has confirmed all of them and their rows are deleted.",
         [
-            *(
-                {"what": way, "count": len(each), **percentile_columns(each, "µs")}
-                for way, each in sent.items()
-            ),
-            {
-                "what": "commit and publish",
-                "count": len(committed),
-                **percentile_columns(committed, "µs"),
-            },
+            {"what": what, "count": len(calls.seconds), **calls.columns_us}
+            for what, calls in (sent | {"commit and publish": committed}).items()
         ],
         [
             Target("apply_async, delayed : Celery's own part and an INSERT", own, "≤", 1.3),
-            Target(f"{count:,} tasks published after the commit", commit_ms, "≤", 300, "ms"),
+            Target(
+                f"{count:,} tasks published after the commit",
+                committed.median * 1e3,
+                "≤",
+                300,
+                "ms",
+            ),
         ],
     )
-    result.series = {way: quartiles(each * 1e6 for each in found) for way, found in sent.items()}
+    result.series = {way: calls.quartiles_us for way, calls in sent.items()}
     return result
 
 
-def costs(bench: Bench, app: Any, engine: Any) -> dict[str, list[float]]:
-    """Return the seconds of each send and each insert."""
+def costs(bench: Bench, app: Any, engine: Any, rounds: int) -> dict[str, Calls]:
+    """Measure each send and each insert."""
     send = app.tasks[TASK].apply_async
     row = a_row(app, engine)
 
@@ -109,10 +97,9 @@ def costs(bench: Bench, app: Any, engine: Any) -> dict[str, list[float]]:
         DELAYED: lambda connection, number: send((number,), countdown=FAR_SECONDS),
         IMMEDIATE: lambda connection, number: send((number,)),
     }
-    rounds = bench.count(ROUNDS, at_least=3)
     blocks = {way: partial(rolled_back, app, engine, call) for way, call in ways.items()}
     found = alternate(bench, "transactions, send", rounds, blocks)
-    return {way: seconds_of(each) for way, each in found.items()}
+    return {way: Calls(each) for way, each in found.items()}
 
 
 def rolled_back(app: Any, engine: Any, call: Callable[[Connection, int], object]) -> Block:
@@ -133,26 +120,22 @@ def a_row(app: Any, engine: Any) -> dict[str, Any]:
     return row
 
 
-def committed_count(bench: Bench) -> int:
-    return bench.count(COMMITTED, at_least=50)
+def commits(bench: Bench, app: Any, engine: Any, count: int) -> Calls:
+    """Measure the commits of *count* tasks, each with the publish of its tasks."""
 
-
-def commits(bench: Bench, app: Any, engine: Any) -> list[float]:
-    """Return the seconds of each commit with the publish of its tasks."""
-
-    def commit() -> float:
+    def commit() -> Block:
         with engine.connect() as connection:
             with in_transaction(app, connection):
-                for index in range(committed_count(bench)):
+                for index in range(count):
                     app.tasks[TASK].apply_async((index,))
                 started = perf_counter()
                 connection.commit()
             took = perf_counter() - started
             assert not connection.execute(TASKS.select()).all()
-        return took
+        return Block([took], cpu_seconds=0)
 
     rounds = bench.count(10, at_least=2)
-    return alternate(bench, "transactions, commit", rounds, {"commit": commit})["commit"]
+    return Calls(alternate(bench, "transactions, commit", rounds, {"commit": commit})["commit"])
 
 
 def draw(result: Result) -> Figure:

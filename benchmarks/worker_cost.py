@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import sleep
+from typing import Any
 
 from celery import Celery
 from matplotlib.figure import Figure
 
-from benchmarks.apps import QUEUE, TASK, Worker, make_app, running_worker, waiting_in
+from benchmarks.apps import QUEUE, TASK, Worker, make_app, running_worker, send_all, waiting_in
 from benchmarks.charts import quartile_bars
 from benchmarks.measuring import Bench, Result, Target, median, quartiles
 from celery_native_delay.bulk import bulk
@@ -29,12 +30,11 @@ PLAIN, NOW, DELAYED = "plain Celery, immediate", "ours, immediate", "ours, delay
 
 @dataclass
 class Variant:
-    """A worker, and a function that publishes tasks for it."""
+    """A worker, and the app that publishes tasks for it."""
 
     app: Celery
     url: str
     worker: Worker
-    publish: Callable[[Celery, int], None]
     cpu_us: list[float] = field(default_factory=list)
     """The CPU time per task, by round."""
 
@@ -69,15 +69,38 @@ def run(bench: Bench) -> Result:
     order = random.Random(1)
     with variants(bench) as ways:
         for number in range(rounds + 1):  # the first round warms up
-            ways[DELAYED].publish(ways[DELAYED].app, total)
+            send_delayed(ways[DELAYED].app, total)
             # The delayed tasks wait while the others run.
             for label in [*order.sample([PLAIN, NOW], 2), DELAYED]:
                 way = ways[label]
                 if label != DELAYED:
-                    way.publish(way.app, total)
+                    send_all(way.app, TASK, range(total))
                 way.drain(bench, f"worker-cost {number}/{rounds}, {label}", total)
         found = {label: way.cpu_us[1:] for label, way in ways.items()}
-    return conclude(found, rounds, total)
+    shortest, longest = DELAY_SECONDS
+    result = Result(
+        "The worker's own cost",
+        f"CPU time (user and system) of the main process of a prefork worker with two pool "
+        f"processes, per task with one argument, on RabbitMQ. {rounds} rounds of {total} tasks "
+        f"per variant, alternating; each variant has its own worker and virtual host. A round's "
+        f"tasks are in the queue before the worker consumes. The delayed tasks waited {shortest:g} "
+        f"to {longest:g} s, in about three delay queues. Medians; the brackets have the middle "
+        f"half of the ratios of single rounds.",
+    )
+    for label, cpu_us in found.items():
+        row: dict[str, Any] = {"task": label, "CPU µs": median(cpu_us)}
+        for what, base in (("this : plain", PLAIN), ("this : ours, immediate", NOW)):
+            low, middle, high = ratios(cpu_us, found[base])
+            row[what] = "1" if label == base else f"{middle:.3f} ({low:.2f}-{high:.2f})"
+        result.rows.append(row)
+        result.series[label] = quartiles(cpu_us)
+    for what, label, base, limit in (
+        ("immediate task, ours : plain Celery", NOW, PLAIN, 1.03),
+        ("delayed : immediate task", DELAYED, NOW, 1.12),
+    ):
+        _, ratio, _ = ratios(found[label], found[base])
+        result.targets.append(Target(what, ratio, "≤", limit))
+    return result
 
 
 @contextmanager
@@ -85,24 +108,19 @@ def variants(bench: Bench) -> Iterator[dict[str, Variant]]:
     """Yield a worker for each variant, all on the same broker."""
     found = {}
     with ExitStack() as stack:
-        for label, publish in ((PLAIN, immediate), (NOW, immediate), (DELAYED, delayed)):
+        for label in (PLAIN, NOW, DELAYED):
             url = stack.enter_context(bench.vhost())
             method = "celery" if label == PLAIN else "ours"
             app = make_app(method, url)
             stack.callback(app.close)
             options = ("--without-gossip", "--without-mingle")
             worker = stack.enter_context(running_worker(method, url, bench.folder, *options))
-            found[label] = Variant(app, url, worker, publish)
+            found[label] = Variant(app, url, worker)
             found[label].consume(False)
         yield found
 
 
-def immediate(app: Celery, total: int) -> None:
-    for index in range(total):
-        app.tasks[TASK].apply_async((index,))
-
-
-def delayed(app: Celery, total: int) -> None:
+def send_delayed(app: Celery, total: int) -> None:
     draw = random.Random(2)
     with bulk(app) as batch:
         for index in range(total):
@@ -118,45 +136,9 @@ def own_cpu_seconds(pid: int) -> float:
     return nanoseconds / 1e9
 
 
-def conclude(found: dict[str, list[float]], rounds: int, total: int) -> Result:
-    shortest, longest = DELAY_SECONDS
-    result = Result(
-        "The worker's own cost",
-        f"CPU time (user and system) of the main process of a prefork worker with two pool "
-        f"processes, per task with one argument, on RabbitMQ. {rounds} rounds of {total} tasks "
-        f"per variant, alternating; each variant has its own worker and virtual host. A round's "
-        f"tasks are in the queue before the worker consumes. The delayed tasks waited {shortest:g} "
-        f"to {longest:g} s, in about three delay queues. Medians; the brackets have the middle "
-        f"half of the ratios of single rounds.",
-    )
-    for label, cpu_us in found.items():
-        result.rows.append(
-            {
-                "task": label,
-                "CPU µs": median(cpu_us),
-                "this : plain": _ratio_text(cpu_us, found[PLAIN]),
-                "this : ours, immediate": _ratio_text(cpu_us, found[NOW]),
-            }
-        )
-        result.series[label] = quartiles(cpu_us)
-    for what, label, base, limit in (
-        ("immediate task, ours : plain Celery", NOW, PLAIN, 1.03),
-        ("delayed : immediate task", DELAYED, NOW, 1.12),
-    ):
-        result.targets.append(Target(what, _ratio(found[label], found[base]), "≤", limit))
-    return result
-
-
-def _ratio(these: list[float], others: list[float]) -> float:
-    """Return the median ratio of rounds: neighbours in time had the same load."""
-    return median(this / other for this, other in zip(these, others, strict=True))
-
-
-def _ratio_text(these: list[float], others: list[float]) -> str:
-    if these is others:
-        return "1"
-    low, middle, high = quartiles(a / b for a, b in zip(these, others, strict=True))
-    return f"{middle:.3f} ({low:.2f}-{high:.2f})"
+def ratios(these: list[float], others: list[float]) -> list[float]:
+    """Return the quartiles of the ratios of rounds: neighbours in time had the same load."""
+    return quartiles(this / other for this, other in zip(these, others, strict=True))
 
 
 def draw(result: Result) -> Figure:
