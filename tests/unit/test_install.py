@@ -116,6 +116,7 @@ def test_settings_from_a_configuration_read_before_or_after_install(
     install(after, **keywords)
     expected = DelaySettings(**{"levels": 12, "landing": ("news",), **keywords})
     assert asked_by(before) == asked_by(after) == expected
+    assert asked_by(pickle.loads(pickle.dumps(before))) == expected
     before.conf.native_delay_levels, before.conf.native_delay_fused_bits = 12, 4
     assert asked_by(before) == replace(expected, fused_bits=4)
 

@@ -12,7 +12,6 @@ from uuid import uuid4
 import pytest
 from kombu import Connection
 
-from celery_native_delay import delay_headers
 from celery_native_delay.transports.sql import transport_of
 from tests.waiting import PATIENCE_SECONDS
 
@@ -45,18 +44,6 @@ def test_without_a_waker_drain_events_waits_for_its_timeout(polled: Connection) 
     with pytest.raises(TimeoutError):
         polled.drain_events(timeout=0.2)
     assert monotonic() - begun >= 0.2
-
-
-def test_on_a_closed_channel_a_delayed_publish_raises_an_error_that_a_retry_mends(
-    polled: Connection, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first of them too, before which no channel has looked at the settings."""
-    channel = polled.default_channel
-    message = channel.prepare_message("x", headers=delay_headers(countdown=60))
-    with monkeypatch.context() as closed:
-        closed.setattr(channel, "connection", None)
-        with pytest.raises(polled.recoverable_connection_errors, match="was closed"):
-            channel.basic_publish(message, "", "empty")
 
 
 @pytest.fixture
