@@ -146,25 +146,16 @@ def test_a_connection_forgets_the_oldest_of_ever_new_names(
     assert mirror.take_pending()[0] == [Mirrored("first", "", "first")]
 
 
-@pytest.mark.parametrize(
-    ("kind", "bound", "routing_key", "reached"),
-    [
-        ("direct", "a.b", "a.b", True),
-        ("direct", "a.*", "a.b", False),
-        ("topic", "a.*", "a.b", True),
-        ("topic", "a.*", "b.a", False),
-    ],
-)
-def test_reaches_tells_if_a_known_binding_matches_a_message(
-    mirror: Mirror, kind: str, bound: str, routing_key: str, reached: bool
-) -> None:
+@pytest.mark.parametrize("kind", ["direct", "topic"])
+def test_reaches_tells_if_a_known_binding_matches_a_message(mirror: Mirror, kind: str) -> None:
     mirror.exchange_declared("jobs", kind, None)
     mirror.exchange_declared("other", kind, None)
-    mirror.queue_bound("q", "jobs", bound)
-    assert mirror.reaches("jobs", routing_key) is reached
-    assert not mirror.reaches("other", routing_key)
-    mirror.queue_unbound("q", "jobs", bound)
-    assert not mirror.reaches("jobs", routing_key)
+    for bound, reached in (("a.b", True), ("a.*", kind == "topic"), ("b.*", False)):
+        mirror.queue_bound("q", "jobs", bound)
+        assert mirror.reaches("jobs", "a.b") is reached
+        assert not mirror.reaches("other", "a.b")
+        mirror.queue_unbound("q", "jobs", bound)
+        assert not mirror.reaches("jobs", "a.b")
 
 
 # ---- the plan of an app's queues -----------------------------------------------------------------
@@ -189,12 +180,9 @@ def test_only_lasting_queues_are_bound() -> None:
     assert bound == {"lasting"}
 
 
-def test_a_listed_exchange_gets_a_landing_queue_and_its_marker() -> None:
+def test_an_exchange_listed_or_with_bindings_that_cannot_be_copied_gets_a_landing_queue() -> None:
     names, _ = beside_the_levels(landing=("theirs",))
     assert names == {TOPOLOGY.landing_queue("theirs"), TOPOLOGY.landing_marker("theirs")}
-
-
-def test_an_exchange_whose_bindings_cannot_be_copied_gets_a_landing_queue() -> None:
     names, _ = beside_the_levels(kombu.Queue("news", kombu.Exchange("news", type="fanout")))
     assert TOPOLOGY.landing_queue("news") in names
 

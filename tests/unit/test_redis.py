@@ -98,18 +98,11 @@ def server(**info: Any) -> Server:
     return Server.from_info(INFO | info)
 
 
-def test_a_good_server_has_no_findings() -> None:
+def test_a_good_server_has_no_findings_and_an_old_one_is_refused_with_the_remedy() -> None:
     found = server()
     check_server(found, prefix="")
-    assert str(found) == "Redis 7.0.15"
-    assert kept(found) == []
-
-
-def test_valkey_is_named_with_its_redis_version() -> None:
+    assert (str(found), kept(found)) == ("Redis 7.0.15", [])
     assert str(server(redis_version="7.2.4", valkey_version="9.1.2")) == "Valkey 7.2.4"
-
-
-def test_an_old_server_is_refused_with_the_remedy() -> None:
     check_server(server(redis_version="6.2.0"), prefix="")
     for version in ("5.0.14", "6.1.9"):
         with pytest.raises(UnsupportedBroker, match=rf"6\.2 or newer .* {version}: upgrade"):

@@ -56,12 +56,11 @@ def test_a_wrong_key_is_refused_where_it_is_declared_not_at_the_first_call(
         declare()
 
 
-def test_the_default_levels_reach_eight_and_a_half_years() -> None:
-    assert DelaySettings().longest_delay_seconds == 2**28 - 0.125
-    assert DelaySettings().resolution_ms == 125
-
-
-def test_schedules_may_be_the_release() -> None:
+def test_the_default_levels_reach_eight_and_a_half_years_and_schedules_may_be_the_release() -> None:
+    assert (DelaySettings().longest_delay_seconds, DelaySettings().resolution_ms) == (
+        2**28 - 0.125,
+        125,
+    )
     for schedules, release in (("2026-11-23", "2026-11-23"), (1, 1), (True, None)):
         assert DelaySettings(schedules=schedules).schedules_version == release
 

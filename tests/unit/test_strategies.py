@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 from celery import Celery, signals
-from celery.worker import state
 from celery.worker.consumer import Consumer
 from kombu import Queue
 from kombu.asynchronous import Hub
@@ -25,7 +24,7 @@ from celery_native_delay import Delay, install
 from celery_native_delay.clock import Clock
 from celery_native_delay.clock.inline_worker import InlineAttendant
 from celery_native_delay.due_time import due_us
-from celery_native_delay.message import CANCELLED, HEADER, Delayed, due_ms_of
+from celery_native_delay.message import HEADER, Delayed, due_ms_of
 from celery_native_delay.transports.interface import Wait
 from celery_native_delay.worker import strategies
 from celery_native_delay.worker.arrival import (
@@ -167,19 +166,6 @@ def test_a_task_that_is_early_enough_waits_in_the_broker(
     assert bool(worker.consumer.timer._entries) is (0 < starts < 0.1)
     worker.clock.run_all()
     assert worker.ran == [(starts, worker.at(eta))]
-
-
-def test_revoked_and_expired_tasks_are_left_to_celery(worker: Worker) -> None:
-    """Celery reports them at once. A cancelled one would lose its mark, and run."""
-    worker.receives(eta=60, expires=-1)
-    worker.receives(eta=60, waited={CANCELLED: True})
-    state.revoked.add("1")
-    worker.receives(eta=60)
-    state.revoked.discard("1")
-    assert worker.revoked == ["1"] * 3
-    worker.receives(eta=60, expires=30)
-    assert Delay(worker.app).count() == 1
-    assert worker.ran == []
 
 
 @pytest.mark.usefixtures("full")

@@ -118,16 +118,12 @@ def test_a_retry_for_a_killed_process_keeps_the_key(shop: Shop) -> None:
     assert shop.ran == [0]
 
 
-@pytest.mark.parametrize("is_killed", [True, False], ids=["is lost", "is revoked"])
-def test_the_lock_of_a_concurrent_task_that_left_is_free(shop: Shop, is_killed: bool) -> None:
+def test_the_lock_of_a_concurrent_task_that_is_revoked_is_free(shop: Shop) -> None:
     def does(task: Any) -> None:
         record = shop.record(LOCK)
         assert record is not None
         assert len(record.runs) == 1
-        if is_killed:
-            module.lost(task, task.request.id, WorkerLostError())
-        else:
-            module.revoked(task, request=task.request, terminated=True)
+        module.revoked(task, request=task.request, terminated=True)
         assert shop.record(LOCK) in (None, Record())
 
     shop.does = does
@@ -173,14 +169,6 @@ def test_cancelling_a_throttled_task_frees_its_key_and_terminating_it_does_not(s
         shop.clock.advance()
     shop.clock.run_all()
     assert shop.ran == [0, 60]
-
-
-def test_a_message_that_expired_in_the_broker_frees_its_key(shop: Shop) -> None:
-    assert Delay(shop.app).unique(shop.app.signature("sync"), key="42", countdown=60)
-    shop.consumer.strategies._gates = (lambda _: Drop("it has expired", expired=True),)
-    assert shop.record() is not None
-    shop.clock.run_all()
-    assert (shop.ran, shop.record()) == ([], None)
 
 
 def test_messages_that_celery_discards_may_be_no_tasks() -> None:
