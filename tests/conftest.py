@@ -74,21 +74,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByScope(config, log)
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(
-    item: pytest.Item, call: pytest.CallInfo[None]
-) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Add the contents of the test's broker to a failed test's report, before teardown."""
-    from tests import telling
-
-    report = yield
-    if report.failed and call.when == "call":
-        for name, value in getattr(item, "funcargs", {}).items():
-            if tells := telling.of(value):
-                report.sections.append((f"what {name} held when it failed", tells))
-    return report
-
-
 @signals.setup_logging.connect(weak=False)
 def leave_logging_to_pytest(**_: Any) -> None:
     """Keep workers in this process from setting a log level, which would outlive the test."""

@@ -13,8 +13,9 @@ from contextlib import closing, contextmanager
 from itertools import count
 from pathlib import Path
 
-from celery_native_delay.testing import BrokerFailed, BrokerMissing
+from celery_native_delay.testing import BrokerMissing
 from celery_native_delay.testing.processes import KeptServer
+from tests.processes import output_of
 from tests.waiting import PATIENCE_SECONDS
 
 
@@ -43,15 +44,7 @@ class PrivateMariaDB:
             shutil.chown(self._folder, user)
         options = [f"--datadir={data}", f"--user={user}"]
         install = ["mariadb-install-db", "--no-defaults", *options, "--skip-test-db"]
-        done = subprocess.run(
-            [*install, "--auth-root-authentication-method=normal"],
-            cwd="/",
-            capture_output=True,
-            text=True,
-        )
-        if done.returncode:
-            shutil.rmtree(self._folder)
-            raise BrokerFailed(f"mariadb-install-db failed:\n{done.stdout}{done.stderr}")
+        output_of(*install, "--auth-root-authentication-method=normal", cwd="/")
         serve = [str(program), "--no-defaults", *options, f"--socket={self._socket}"]
         # As in Debian's 50-server.cnf.
         serve += ["--character-set-server=utf8mb4", "--collation-server=utf8mb4_general_ci"]
@@ -59,16 +52,13 @@ class PrivateMariaDB:
         # A time zone whose clock repeats an hour in autumn.
         environment = {**os.environ, "TZ": "Europe/Berlin"}
         self._server = KeptServer("MariaDB", serve, home=self._folder, environment=environment)
+        self._server.start(self._serves, within_seconds=PATIENCE_SECONDS)
 
     def new_database(self) -> str:
         """Create an empty database; returns its URL for SQLAlchemy."""
         name = f"space{next(self._numbers)}"
-        self._run("mariadb-admin", "create", name).check_returncode()
+        self._admin("create", name).check_returncode()
         return f"mysql+pymysql://root@localhost/{name}?unix_socket={self._socket}"
-
-    def start(self) -> None:
-        """Start the server on its existing data, and wait until it answers."""
-        self._server.start(self._serves, within_seconds=PATIENCE_SECONDS)
 
     def close(self) -> None:
         """Kill the server and remove its folder."""
@@ -76,17 +66,15 @@ class PrivateMariaDB:
         self._server.close()
 
     def _serves(self) -> bool:
-        return self._run("mariadb-admin", "ping").returncode == 0
+        return self._admin("ping").returncode == 0
 
-    def _run(self, program: str, *arguments: str) -> subprocess.CompletedProcess[bytes]:
-        options = ["--no-defaults", "--user=root", f"--socket={self._socket}"]
-        return subprocess.run([program, *options, *arguments], cwd="/", capture_output=True)
+    def _admin(self, *arguments: str) -> subprocess.CompletedProcess[bytes]:
+        command = ["mariadb-admin", "--no-defaults", "--user=root", f"--socket={self._socket}"]
+        return subprocess.run([*command, *arguments], cwd="/", capture_output=True)
 
 
 @contextmanager
 def private_mariadb() -> Iterator[PrivateMariaDB]:
     """Run a private MariaDB until the block ends."""
-    server = PrivateMariaDB(find_mariadb())
-    with closing(server):
-        server.start()
+    with closing(PrivateMariaDB(find_mariadb())) as server:
         yield server

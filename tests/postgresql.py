@@ -15,8 +15,9 @@ from pathlib import Path
 
 from sqlalchemy import create_engine, text
 
-from celery_native_delay.testing import BrokerFailed, BrokerMissing
+from celery_native_delay.testing import BrokerMissing
 from celery_native_delay.testing.processes import KeptServer
+from tests.processes import output_of
 from tests.waiting import PATIENCE_SECONDS
 
 
@@ -27,9 +28,9 @@ def find_postgresql() -> Path:
         BrokerMissing: PostgreSQL is not installed.
     """
     found = sorted(Path("/usr/lib/postgresql").glob("*/bin"), key=lambda bin: int(bin.parent.name))
-    on_path = shutil.which("postgres")
-    folders = [*([Path(on_path).resolve().parent] if on_path else []), *reversed(found)]
-    for folder in folders:
+    if on_path := shutil.which("postgres"):
+        found.append(Path(on_path).resolve().parent)
+    for folder in reversed(found):
         if (folder / "initdb").exists() and (folder / "postgres").exists():
             return folder
     raise BrokerMissing("PostgreSQL is not installed: run scripts/setup_brokers.sh")
@@ -42,29 +43,16 @@ class PrivatePostgreSQL:
         self._programs = programs
         self._folder = Path(tempfile.mkdtemp(prefix="private-postgresql-"))
         self._numbers = count(1)
-        # It refuses to run as root.
-        self._as_user = ["setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups"]
-        if os.geteuid() == 0:
+        as_user: list[str] = []
+        if os.geteuid() == 0:  # it refuses to run as root
+            as_user = ["setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups"]
             shutil.chown(self._folder, "postgres", pwd.getpwnam("postgres").pw_gid)
-        else:
-            self._as_user = []
         data = self._folder / "data"
-        initdb = [str(programs / "initdb"), "-D", str(data), "-U", "postgres", "-A", "trust"]
-        done = subprocess.run(
-            [*self._as_user, *initdb, "-E", "UTF8", "--locale=C", "--no-sync"],
-            cwd="/",
-            capture_output=True,
-            text=True,
-        )
-        if done.returncode:
-            shutil.rmtree(self._folder)
-            raise BrokerFailed(f"initdb failed:\n{done.stdout}{done.stderr}")
-        serve = [str(programs / "postgres"), "-D", str(data), "-k", str(self._folder)]
-        self._server = KeptServer(
-            "PostgreSQL",
-            [*self._as_user, *serve, "-c", "listen_addresses=", "-c", "fsync=off"],
-            home=self._folder,
-        )
+        initdb = [*as_user, programs / "initdb", "-D", data, "-U", "postgres", "-A", "trust"]
+        output_of(*initdb, "-E", "UTF8", "--locale=C", "--no-sync", cwd="/")
+        serve = [*as_user, str(programs / "postgres"), "-D", str(data), "-k", str(self._folder)]
+        serve += ["-c", "listen_addresses=", "-c", "fsync=off"]
+        self._server = KeptServer("PostgreSQL", serve, home=self._folder)
 
     def url(self, database: str) -> str:
         """The URL of one of its databases, for SQLAlchemy."""
@@ -78,8 +66,8 @@ class PrivatePostgreSQL:
     def new_database(self) -> str:
         """Create an empty database; returns its URL."""
         name = f"space{next(self._numbers)}"
-        command = [str(self._programs / "createdb"), "-h", str(self._folder), "-U", "postgres"]
-        subprocess.run([*command, name], cwd="/", check=True, capture_output=True)
+        command = (self._programs / "createdb", "-h", self._folder, "-U", "postgres", name)
+        output_of(*command, cwd="/")
         return self.url(name)
 
     def start(self) -> None:
@@ -97,10 +85,8 @@ class PrivatePostgreSQL:
     @property
     def version(self) -> str:
         """The server's name and version."""
-        said = subprocess.run(
-            [self._programs / "postgres", "--version"], check=True, capture_output=True, text=True
-        )
-        return f"PostgreSQL {said.stdout.split()[2]}"
+        said = output_of(self._programs / "postgres", "--version")
+        return f"PostgreSQL {said.split()[2]}"
 
     def processes(self) -> list[int]:
         """The process ids of the server and of its backends."""
@@ -123,20 +109,16 @@ class PrivatePostgreSQL:
 def end_backends(url: str) -> None:
     """Close all connections to a server, as a load balancer does with idle ones."""
     engine = create_engine(url, isolation_level="AUTOCOMMIT")
+    others = "backend_type = 'client backend' AND pid <> pg_backend_pid()"
     with engine.connect() as connection:
-        connection.execute(
-            text(
-                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
-                " WHERE backend_type = 'client backend' AND pid <> pg_backend_pid()"
-            )
-        )
+        asked = f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {others}"
+        connection.execute(text(asked))
     engine.dispose()
 
 
 @contextmanager
 def private_postgresql() -> Iterator[PrivatePostgreSQL]:
     """Run a private PostgreSQL until the block ends."""
-    server = PrivatePostgreSQL(find_postgresql())
-    with closing(server):
+    with closing(PrivatePostgreSQL(find_postgresql())) as server:
         server.start()
         yield server

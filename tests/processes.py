@@ -1,12 +1,44 @@
-"""Check that no process of a private broker is left."""
+"""Run programs, and check that no process of a private broker is left."""
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
-from tests.waiting import wait_until
+from tests.documents import ROOT
+from tests.waiting import PATIENCE_SECONDS, wait_until
+
+
+def output_of(*command: object, cwd: Path | str = ROOT, **options: Any) -> str:
+    """Run a program, which must succeed; what it wrote to its standard output."""
+    options = {"timeout": PATIENCE_SECONDS} | options
+    if "input" not in options:
+        options["stdin"] = subprocess.DEVNULL
+    command = tuple(map(str, command))
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, **options)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
+    return done.stdout
+
+
+@contextmanager
+def running(*command: object, log: Path, **options: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a program beside the test; it and its children are killed at the end."""
+    with log.open("ab") as output:
+        options |= {"stdin": subprocess.DEVNULL, "start_new_session": True}
+        words = list(map(str, command))
+        process = subprocess.Popen(words, stdout=output, stderr=output, **options)
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def processes_of(folder: str) -> list[str]:

@@ -33,8 +33,7 @@ from tests.waiting import SLOWNESS
 _PATIENCE_SECONDS = 100 * SLOWNESS
 """Time for a failover: 2-4 s, many times longer on a busy machine or after a failed election."""
 
-# Milliseconds after which a silent master is down, and that an attempt to promote another may
-# take: 30 and 180 s by default.
+# A silent master is down after 30 s by default, and an attempt to promote another takes 180 s.
 _CONFIG = """\
 bind 127.0.0.1
 protected-mode no
@@ -46,9 +45,7 @@ sentinel down-after-milliseconds {name} 500
 sentinel failover-timeout {name} 3000
 """
 
-
-# Intervals of a Sentinel in ms; the defaults are 10, 1 and 2 s. Redis 7 and Valkey know them;
-# other versions are only slower.
+# Intervals of a Sentinel in ms; the defaults are 10, 1 and 2 s. Other versions are only slower.
 _HASTE = ("INFO-PERIOD", "200", "PING-PERIOD", "100", "PUBLISH-PERIOD", "200")
 
 
@@ -90,16 +87,10 @@ class PrivateSentinel:
         """A Redis client connected to the Sentinel."""
         folder = Path(tempfile.mkdtemp(prefix="private-sentinel-"))
         configuration = folder / "sentinel.conf"
-        configuration.write_text(
-            _CONFIG.format(
-                folder=folder, port=port, name=self.master_name, master_port=nodes[0].port
-            )
-        )
-        self._server = KeptServer(
-            f"{installation} Sentinel",
-            [str(installation.server), str(configuration), "--sentinel"],
-            home=folder,
-        )
+        master = {"name": self.master_name, "master_port": nodes[0].port}
+        configuration.write_text(_CONFIG.format(folder=folder, port=port, **master))
+        command = [str(installation.server), str(configuration), "--sentinel"]
+        self._server = KeptServer(f"{installation} Sentinel", command, home=folder)
 
     def start(self) -> None:
         self._server.start(partial(answers, self.client), within_seconds=_PATIENCE_SECONDS)

@@ -23,11 +23,14 @@ SHORTEST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.01, 0.1
 
 
 def wait_until(
-    condition: Callable[[], T | None], *, timeout_seconds: float = PATIENCE_SECONDS
+    condition: Callable[[], T | None],
+    *,
+    timeout_seconds: float = PATIENCE_SECONDS,
+    telling: Callable[[], object] = str,
 ) -> T:
     """Return the first value of *condition* that is neither None nor False.
 
-    Fails the test if there is no such value within *timeout_seconds*.
+    Fails the test if there is no such value within *timeout_seconds*, with what *telling* says.
     """
     deadline = monotonic() + timeout_seconds
     pause_seconds = SHORTEST_PAUSE_SECONDS
@@ -37,6 +40,7 @@ def wait_until(
             return value
         if monotonic() > deadline:
             name = getattr(condition, "__qualname__", repr(condition))
-            pytest.fail(f"{name} not seen within {timeout_seconds} s; last value {value!r}")
+            told = f"last value {value!r} {telling()}"
+            pytest.fail(f"{name} not seen within {timeout_seconds} s; {told}")
         sleep(pause_seconds)
         pause_seconds = min(1.5 * pause_seconds, LONGEST_PAUSE_SECONDS)

@@ -19,12 +19,16 @@ from tests.postgresql import private_postgresql
 
 
 @pytest.fixture
-def fleet(vhost_url: str, tmp_path: Path) -> Iterator[Fleet]:
+def new_fleet(tmp_path: Path) -> Iterator[Callable[..., Fleet]]:
+    """Returns a fleet on the broker of a URL, with a configuration."""
+    with ExitStack() as stack:
+        yield lambda url, **conf: stack.enter_context(fleet_on(url, tmp_path, **conf))
+
+
+@pytest.fixture
+def fleet(vhost_url: str, new_fleet: Callable[..., Fleet]) -> Fleet:
     """Workers and producers on an empty virtual host, which only this test uses."""
-    with fleet_on(
-        vhost_url, tmp_path, native_delay_levels=FEW_LEVELS, native_delay_fused_bits=0
-    ) as fleet:
-        yield fleet
+    return new_fleet(vhost_url, native_delay_levels=FEW_LEVELS)
 
 
 @pytest.fixture

@@ -38,7 +38,8 @@ from pytest_celery_native_delay import installed
 from scripts.reference_pages import REFERENCE
 from tests.brokers import on_one_version
 from tests.documents import EXAMPLES, PAGES, ROOT, Example, code_beside, only, shown
-from tests.processes import processes_of
+from tests.lines import lines_of as lines_of_rates
+from tests.processes import output_of, processes_of
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
 pytest_plugins = ["pytester"]
@@ -52,16 +53,16 @@ CONSOLE_LINES = [
 ]
 
 
-def lines_of(program: str) -> pytest.MarkDecorator:
-    """Parametrize a test with each documented command line of *program*, without duplicates."""
-    found = {line: where for where, line in reversed(CONSOLE_LINES) if line.startswith(program)}
+def lines_of(*programs: str) -> pytest.MarkDecorator:
+    """Parametrize a test with each documented command line of *programs*, without duplicates."""
+    found = {line: where for where, line in reversed(CONSOLE_LINES) if line.startswith(programs)}
     return pytest.mark.parametrize("line", found)
 
 
 def test_every_python_example_is_run_by_a_test() -> None:
-    """A test runs an example by asking for its name with `only` or `shown`."""
+    """A test runs an example by asking for its name with `only`, `shown` or `ran`."""
     tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
-    asked = set(re.findall(r"(?:shown|only|named)\([\"']([\w-]+)[\"']", tests))
+    asked = set(re.findall(r"(?:shown|only|named|ran)\([\"']([\w-]+)[\"']", tests))
     for example in EXAMPLES:
         if example.language == "python":
             assert example.name in asked, f"{example} has no name that a test asks for"
@@ -69,17 +70,36 @@ def test_every_python_example_is_run_by_a_test() -> None:
             assert example.language in ("console", "text") or example.language.startswith("{")
 
 
-def output(folder: Path, *command: str) -> str:
-    """Run *command*, which must succeed; returns its standard output."""
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def ran(name: str, names: dict[str, Any] | None = None, **changed: str) -> dict[str, Any]:
+    """Run the only example of a name; the names that it has defined."""
+    names = {} if names is None else names
+    text = only(name).text
+    for before, after in changed.items():
+        text = text.replace(before, after)
+    exec(text, names)
+    return names
 
 
-def declare_levels(url: str) -> None:
-    """Declare the levels now: on a busy machine the first publish takes longer than its delay."""
+@pytest.fixture
+def shop(store_redis: PrivateRedis) -> Iterator[Celery]:
+    """An app whose tasks wait in Redis."""
+    with Celery("shop", broker=store_redis.url, set_as_current=False) as app:
+        yield app
+
+
+def the_message(example: Example, url: str, queue: str) -> Any:
+    """Run an example on RabbitMQ; the message that comes to a queue after its wait."""
     with Connection(url, transport_options={"native_delay": True}) as connection:
+        # On a busy machine the first publish takes longer than its delay.
         connection.default_channel.delays.prepare()
+    names: dict[str, Any] = {}
+    exec(example.text.replace("amqp://", url), names)
+    if "app" in names:
+        names["app"].send_task("shop.remind", countdown=5)
+    with Connection(url) as connection:
+        channel = connection.default_channel
+        assert channel.basic_get(queue) is None
+        return wait_until(lambda: channel.basic_get(queue, no_ack=True))
 
 
 @on_one_version
@@ -87,102 +107,71 @@ def declare_levels(url: str) -> None:
 def test_the_celery_example_is_an_app_whose_delayed_tasks_wait(
     example: Example, vhost_url: str
 ) -> None:
-    names: dict[str, object] = {}
-    declare_levels(vhost_url)
-    exec(example.text.replace("amqp://", vhost_url), names)
-    app = names["app"]
-    app.send_task("shop.remind", countdown=5)  # type: ignore[attr-defined]
-    with Connection(vhost_url) as connection:
-        channel = connection.default_channel
-        assert channel.basic_get("celery") is None
-        message = wait_until(lambda: channel.basic_get("celery", no_ack=True))
-    assert message.headers["task"] == "shop.remind"
+    assert the_message(example, vhost_url, "celery").headers["task"] == "shop.remind"
 
 
 @on_one_version
 @pytest.mark.ci
 @shown("kombu")
 def test_the_kombu_example_publishes_a_message_that_waits(example: Example, vhost_url: str) -> None:
-    declare_levels(vhost_url)
-    exec(example.text.replace("amqp://", vhost_url), {})
-    with Connection(vhost_url) as connection:
-        channel = connection.default_channel
-        assert channel.basic_get("emails") is None
-        message = wait_until(lambda: channel.basic_get("emails", no_ack=True))
-    assert b"ada@example.com" in bytes(message.body, "utf-8")
+    assert "ada@example.com" in the_message(example, vhost_url, "emails").body
 
 
-def test_the_commands_for_waiting_tasks_work_as_shown(store_redis: PrivateRedis) -> None:
-    with install(Celery("shop", broker=store_redis.url, set_as_current=False)) as app:
-        task_id = app.send_task("shop.remind", ("ada",), countdown=60).id
-        exec(only("see").text, {"app": app, "task_id": task_id})
-        assert Delay(app).ls().tasks == ()
+def test_the_commands_for_waiting_tasks_work_as_shown(shop: Celery) -> None:
+    install(shop)
+    task_id = shop.send_task("shop.remind", ("ada",), countdown=60).id
+    ran("see", {"app": shop, "task_id": task_id})
+    assert Delay(shop).ls().tasks == ()
 
 
-def test_a_key_has_one_task_as_shown(store_redis: PrivateRedis) -> None:
-    with install(Celery("shop", broker=store_redis.url, set_as_current=False)) as app:
-        tasks = {name: app.signature(f"shop.{name}") for name in ("reindex", "notify", "import_")}
-        names = {
-            name: SimpleNamespace(name=task.task, s=lambda *args, task=task: task.clone(args))
-            for name, task in tasks.items()
-        }
-        for _ in range(2):
-            exec(only("keys").text, {"app": app, **names})
-        # shop.notify was due at once, shop.import_ was cancelled: both were handed over.
-        assert [task.name for task in Delay(app).ls()] == ["shop.reindex"]
-        declared: dict[str, Any] = {"app": app, "install": install}
-        exec(only("keys-declared").text, declared)
-        calls = [declared["reindex_user"].delay("ada") for _ in range(2)]
-        assert calls[1].replaced == calls[0].id
-        exec(only("keys-collect").text, declared)
-        calls = [declared["index_pages"].delay("ada", page) for page in range(50)]
-        assert calls[49].replaced == calls[48].id
-        assert declared["index_pages"].delay("ada", 51).replaced is None
+def test_a_key_has_one_task_as_shown(shop: Celery) -> None:
+    install(shop)
+
+    def task(*args: Any) -> None: ...
+
+    tasks = ("reindex", "notify", "import_")
+    names = {name: shop.task(name=f"shop.{name}", shared=False)(task) for name in tasks}
+    names |= {"app": shop, "install": install}
+    for _ in range(2):
+        ran("keys", names)
+    # shop.notify was due at once, shop.import_ was cancelled: both were handed over.
+    assert [task.name for task in Delay(shop).ls()] == ["shop.reindex"]
+    ran("keys-declared", names)
+    calls = [names["reindex_user"].delay("ada") for _ in range(2)]
+    assert calls[1].replaced == calls[0].id
+    ran("keys-collect", names)
+    calls = [names["index_pages"].delay("ada", page) for page in range(50)]
+    assert calls[49].replaced == calls[48].id
+    assert names["index_pages"].delay("ada", 51).replaced is None
 
 
 def test_rates_work_as_shown(
-    store_redis: PrivateRedis, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    shop: Celery, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     turned_away = SimpleNamespace(status_code=429, headers={"Retry-After": "7"})
     requests = SimpleNamespace(get=lambda url: turned_away)
     monkeypatch.setitem(sys.modules, "requests", requests)
-    with Celery("shop", broker=store_redis.url, set_as_current=False) as app:
-        names: dict[str, Any] = {"app": app}
-        exec(only("rates").text, names)
-        exec(only("retry-after").text, names)
-        rates = installed_settings(app).rates_by_task
-        assert rates["shop.call_api"] == (
-            Rate("100/m", key="tenant", burst=10, name="shop.call_api"),
-        )
-        with pytest.raises(RetryAfter, match="7"):
-            names["call_api"]("ada", "orders")
-        with app.connection_for_write() as connection:
-            lines = connection.default_channel.lines(installed_settings(app))
-            for _ in range(12):
-                lines.ask([Asked("shop.call_api", "ada", rates["shop.call_api"][0])])
-            lines.close()
-        exec(only("see-rates").text, names)
+    names = ran("retry-after", ran("rates", {"app": shop}))
+    rates = installation_of(shop).settings().rates_by_task
+    assert rates["shop.call_api"] == (Rate("100/m", key="tenant", burst=10, name="shop.call_api"),)
+    with pytest.raises(RetryAfter, match="7"):
+        names["call_api"]("ada", "orders")
+    with lines_of_rates(shop) as lines:
+        for _ in range(12):
+            lines.ask([Asked("shop.call_api", "ada", rates["shop.call_api"][0])])
+    ran("see-rates", names)
     assert capsys.readouterr().out == "shop.call_api ada 100/m, burst 10 2 0.1\n"
 
 
-def test_schedules_work_as_shown(
-    store_redis: PrivateRedis, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with Celery("shop", broker=store_redis.url, set_as_current=False) as app:
-        app.conf.result_expires = None
-        exec(only("schedules").text, {"app": app})
-        Schedules(app).publish()
-        exec(only("schedules-api").text, {"app": app})
-        assert Delay(app).count() == 2
+def test_schedules_work_as_shown(shop: Celery, capsys: pytest.CaptureFixture[str]) -> None:
+    shop.conf.result_expires = None
+    ran("schedules", {"app": shop})
+    Schedules(shop).publish()
+    ran("schedules-api", {"app": shop})
+    assert Delay(shop).count() == 2
     nightly, ping = capsys.readouterr().out.splitlines()
     assert nightly.startswith("nightly 20")
     assert ping.startswith("ping 20")
-
-
-def installed_settings(app: Celery) -> DelaySettings:
-    installation = installation_of(app)
-    assert installation is not None
-    return installation.settings()
 
 
 def test_the_examples_of_the_test_clock_pass(
@@ -231,7 +220,7 @@ def test_the_private_brokers_work_as_shown(
     installed(require_redis)
     installed(require_redis, embedded=True)
     monkeypatch.chdir(short_path)
-    exec(only("private-brokers").text, {})
+    ran("private-brokers")
     said = capsys.readouterr().out
     assert f"redis+socket://{short_path}/var/broker/redis.sock\n" in said
 
@@ -265,20 +254,17 @@ def test_the_broker_for_development_keeps_waiting_tasks(short_path: Path) -> Non
     assert processes_of(short_path.name) == []
 
 
-@pytest.mark.parametrize("server_name", ["redis"], indirect=True)
-def test_the_redis_example_is_an_app_whose_delayed_tasks_wait(empty_redis: PrivateRedis) -> None:
-    names: dict[str, object] = {}
-    exec(only("celery-redis").text.replace("redis://", empty_redis.url), names)
-    names["app"].send_task("shop.remind", countdown=60)  # type: ignore[attr-defined]
-    assert empty_redis.client.zcard("celery_delay.v2.due") == 1
-    assert empty_redis.client.llen("celery") == 0
+def test_the_redis_example_is_an_app_whose_delayed_tasks_wait(store_redis: PrivateRedis) -> None:
+    names = ran("celery-redis", **{"redis://": store_redis.url})
+    names["app"].send_task("shop.remind", countdown=60)
+    assert store_redis.client.zcard("celery_delay.v2.due") == 1
+    assert store_redis.client.llen("celery") == 0
 
 
 def test_the_sqs_example_is_an_app_whose_delayed_tasks_wait() -> None:
     installed(require_sqs)
-    names: dict[str, Any] = {}
     with private_sqs() as sqs:
-        exec(only("celery-sqs").text.replace("sqs://", sqs.url), names)
+        names = ran("celery-sqs", **{"sqs://": sqs.url})
         names["app"].send_task("shop.remind", countdown=60)
         waiting = "ApproximateNumberOfMessagesDelayed"
         url = sqs.client.get_queue_url(QueueName="celery")["QueueUrl"]
@@ -286,12 +272,8 @@ def test_the_sqs_example_is_an_app_whose_delayed_tasks_wait() -> None:
         assert found["Attributes"][waiting] == "1"
 
 
-def test_the_store_example_is_an_app_whose_delayed_tasks_wait(
-    tmp_path: Path,
-) -> None:
-    names: dict[str, Any] = {}
-    exec(only("celery-store").text.replace("/var/lib/shop", str(tmp_path)), names)
-    app = names["app"]
+def test_the_store_example_is_an_app_whose_delayed_tasks_wait(tmp_path: Path) -> None:
+    app = ran("celery-store", **{"/var/lib/shop": str(tmp_path)})["app"]
     (tmp_path / "queues").mkdir()
     app.send_task("shop.remind")
     app.send_task("shop.remind", countdown=60)
@@ -321,15 +303,11 @@ def test_transactions_of_sqlalchemy_work_as_shown(tmp_path: Path) -> None:
     def remind(order_id: int) -> None: ...
 
     names = {"app": app, "engine": engine, "Session": Session, "order": Order(), "remind": remind}
-    exec(only("transactions-sqlalchemy").text, names)
+    ran("transactions-sqlalchemy", names)
     assert Delay(app).count() == 1
     names |= {"Payment": Payment}
-    exec(only("transactions-once").text, names)
-    assert names["charge"].once == "transaction"
-    exec(
-        only("transactions-once-sqlalchemy").text.replace("acks_late", "name='paid', acks_late"),
-        names,
-    )
+    assert ran("transactions-once", names)["charge"].once == "transaction"
+    ran("transactions-once-sqlalchemy", names, acks_late="name='paid', acks_late")
     with Clock(app) as clock:
         names["charge"].delay(7)
         clock.advance(seconds=1)
@@ -343,9 +321,7 @@ def test_transactions_of_sqlalchemy_work_as_shown(tmp_path: Path) -> None:
 def test_the_bulk_example_sends_tasks_that_wait(
     vhost_url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    names: dict[str, object] = {}
-    exec(only("celery").text.replace("amqp://", vhost_url), names)
-    exec(only("bulk").text, names)
+    ran("bulk", ran("celery", **{"amqp://": vhost_url}))
     printed, _, _ = code_beside("bulk", "print(batch.result)").rpartition(" in ")
     assert capsys.readouterr().out.startswith(f"{printed} in ")
     with Connection(vhost_url) as connection:
@@ -353,14 +329,12 @@ def test_the_bulk_example_sends_tasks_that_wait(
 
 
 def test_the_transports_work_as_shown() -> None:
-    exec(only("transport-for").text, {})
+    ran("transport-for")
 
 
 def test_the_pgmq_example_is_an_app_whose_broker_delays() -> None:
     pytest.importorskip("celery_native_delay.transports.pgmq", reason="kombu before 5.7")
-    names: dict[str, Any] = {}
-    exec(only("celery-pgmq").text, names)
-    transport = names["app"].connection_for_write().get_transport_cls()
+    transport = ran("celery-pgmq")["app"].connection_for_write().get_transport_cls()
     assert transport.__module__ == "celery_native_delay.transports.pgmq"
 
 
@@ -377,25 +351,23 @@ def test_documented_settings_are_accepted(example: Example) -> None:
 
 
 def test_settings_are_taken_from_the_configuration_and_from_keywords() -> None:
-    names: dict[str, Any] = {"Celery": Celery, "install": install}
-    exec(only("settings-both").text, names)
+    names = ran("settings-both", {"Celery": Celery, "install": install})
     found = installation_of(names["app"]).settings()
     assert found == DelaySettings(namespace="shop", store_timeout_seconds=2)
 
 
-def test_the_documented_flower_configuration_adds_the_page(tmp_path: Path) -> None:
+def test_the_documented_flower_configuration_adds_the_page() -> None:
     """Runs in a separate process, because it changes Flower's classes."""
     asked = f"{only('flower-config').text}\nfrom flower import command; print(command.Flower)"
-    assert "celery_native_delay.flower" in output(tmp_path, sys.executable, "-c", asked)
+    assert "celery_native_delay.flower" in output_of(sys.executable, "-c", asked)
 
 
-@pytest.mark.parametrize("server_name", ["redis"], indirect=True)
-def test_metrics_are_exposed_by_one_call(empty_redis: PrivateRedis, tmp_path: Path) -> None:
+def test_metrics_are_exposed_by_one_call(store_redis: PrivateRedis) -> None:
     """Runs in a separate process with a fresh Prometheus registry."""
-    app = only("celery-redis").text.replace("redis://", empty_redis.url)
+    app = only("celery-redis").text.replace("redis://", store_redis.url)
     asked = "from prometheus_client import generate_latest; print(generate_latest().decode())"
     program = "\n".join([app, only("expose").text, asked, "exposed.close()"])
-    assert "celery_delay_events_up" in output(tmp_path, sys.executable, "-c", program)
+    assert "celery_delay_events_up" in output_of(sys.executable, "-c", program)
 
 
 def test_the_first_five_minutes_work_as_shown(
@@ -476,13 +448,6 @@ def test_every_delay_command_in_a_sentence_exists() -> None:
     assert named - set(delay.commands) == {"capacity"}
 
 
-@lines_of("pip ")
-def test_every_extra_exists(line: str) -> None:
-    with (ROOT / "pyproject.toml").open("rb") as file:
-        known = tomllib.load(file)["project"]["optional-dependencies"]
-    assert set(re.findall(r"(?:celery_native_delay|\.)\[(\w+)\]", line)) <= set(known)
-
-
 def test_no_page_links_to_pypi_or_a_site_before_the_first_release() -> None:
     """Before the release, these addresses could belong to another project."""
     paths = [
@@ -498,16 +463,16 @@ def test_no_page_links_to_pypi_or_a_site_before_the_first_release() -> None:
     assert {where: promised for where, promised in found.items() if promised} == {}
 
 
-@lines_of("make ")
-def test_every_make_target_exists(line: str) -> None:
-    target = shlex.split(line)[1]
-    assert re.search(rf"^{target}:.*## ", (ROOT / "Makefile").read_text(), re.M)
-
-
-@lines_of("python -m benchmarks")
-def test_every_benchmark_exists(line: str) -> None:
-    names = shlex.split(line.replace("--only", ""))[3:]
-    assert set(names) <= set(SCENARIOS)
+@lines_of("pip ", "make ", "python -m benchmarks")
+def test_every_extra_target_and_benchmark_exists(line: str) -> None:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        extras = tomllib.load(file)["project"]["optional-dependencies"]
+    assert set(re.findall(r"(?:celery_native_delay|\.)\[(\w+)\]", line)) <= set(extras)
+    words = shlex.split(line.replace("--only", ""))
+    if words[0] == "make":
+        assert re.search(rf"^{words[1]}:.*## ", (ROOT / "Makefile").read_text(), re.M)
+    if words[0] == "python":
+        assert set(words[3:]) <= set(SCENARIOS)
 
 
 def test_at_most_five_targets_of_benchmarks_are_open() -> None:
@@ -522,12 +487,9 @@ def test_the_docs_show_only_tested_programs() -> None:
     assert all(f"$ {line}\n" in start for line in others)
 
 
-def test_every_setting_has_its_place_in_the_reference() -> None:
+def test_every_setting_and_public_name_has_its_place_in_the_reference() -> None:
     page = (REFERENCE / "settings.md").read_text()
     assert sorted(re.findall(r"^### `native_delay_(\w+)`$", page, re.M)) == sorted(setting_names())
-
-
-def test_every_public_name_has_its_place_in_the_reference() -> None:
     api = (REFERENCE / "api-details.rst").read_text()
     listed = re.findall(r"^\.\. \w+:: celery_native_delay\.(\w+)$", api, re.M)
     listed += re.findall(r"^## `(\w+)`$", (REFERENCE / "errors.md").read_text(), re.M)

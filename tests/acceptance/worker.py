@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
@@ -20,9 +21,9 @@ from kombu import Connection
 
 from celery_native_delay import install
 from tests.acceptance.apps.tasks import CONF_VARIABLE, RECORD_VARIABLE, new_app
+from tests.documents import ROOT as REPOSITORY
+from tests.processes import output_of
 from tests.waiting import PATIENCE_SECONDS, wait_until
-
-REPOSITORY = Path(__file__).resolve().parent.parent.parent
 
 #: Due times are rounded to milliseconds.
 EARLY_SECONDS = 0.001
@@ -64,16 +65,16 @@ class Run:
         """The Unix time of the ETA, None without ETA."""
         return datetime.fromisoformat(self.eta).timestamp() if self.eta else None
 
-    def assert_on_time(
-        self, earliest: float, latest: float | None = None, *, late_seconds: float = LATE_SECONDS
-    ) -> None:
-        """Assert that it started not before *earliest* and soon after *latest*, both Unix times."""
-        latest = earliest if latest is None else latest
-        assert self.started >= earliest - EARLY_SECONDS, f"{self} early by {self.early(earliest)}"
-        assert self.started <= latest + late_seconds, f"{self} late by {self.started - latest} s"
+    def assert_on_time(self, earliest: float | None = None, latest: float | None = None) -> None:
+        """Assert that it started not before *earliest* and soon after *latest*, both Unix times.
 
-    def early(self, due: float) -> float:
-        return due - self.started
+        By default *earliest* is the time of its ETA, and *latest* is *earliest*.
+        """
+        earliest = self.due if earliest is None else earliest
+        assert earliest is not None, f"{self} has no ETA"
+        latest = earliest if latest is None else latest
+        assert self.started >= earliest - EARLY_SECONDS, f"{self} early"
+        assert self.started <= latest + LATE_SECONDS, f"{self} late by {self.started - latest} s"
 
 
 class Record:
@@ -97,40 +98,27 @@ class Record:
 
     def wait_for(
         self, count: int = 1, *, timeout_seconds: float = PATIENCE_SECONDS, **which: Any
-    ) -> list[Run]:  # fmt: skip
+    ) -> list[Run]:
         """Wait until there are *count* runs; the caller asserts that there are no more."""
-
-        def enough_runs() -> bool:
-            return len(self.runs(**which)) >= count
-
-        try:
-            wait_until(enough_runs, timeout_seconds=timeout_seconds)
-        except BaseException as exc:
-            exc.add_note(f"{len(self.runs(**which))} of {count} runs of {which or 'any task'}")
-            raise
+        wait_until(
+            lambda: len(self.runs(**which)) >= count,
+            timeout_seconds=timeout_seconds,
+            telling=lambda: f"{len(self.runs(**which))} of {count} runs of {which or 'any task'}",
+        )
         return self.runs(**which)
 
     def wait_for_ids(
         self, ids: list[str], *, timeout_seconds: float = PATIENCE_SECONDS
     ) -> dict[str, list[Run]]:
         """All runs by task id, once each of *ids* has run; fails if no new one runs for a while."""
-
-        def missing() -> list[str]:
-            ran = {run.id for run in self.runs()}
-            return [task_id for task_id in ids if task_id not in ran]
-
-        left = len(ids)
-
-        def more_ran() -> bool:
-            return not left or len(missing()) < left
-
-        try:
-            while left:
-                wait_until(more_ran, timeout_seconds=timeout_seconds)
-                left = len(missing())
-        except BaseException as exc:
-            exc.add_note(f"{len(missing())} of {len(ids)} tasks have not run: {missing()[:5]}")
-            raise
+        left = set(ids)
+        while left:
+            wait_until(
+                lambda: not left.isdisjoint(run.id for run in self.runs()),
+                timeout_seconds=timeout_seconds,
+                telling=lambda: f"{len(left)} of {len(ids)} tasks have not run: {[*left][:5]}",
+            )
+            left.difference_update(run.id for run in self.runs())
         by_id: dict[str, list[Run]] = {task_id: [] for task_id in ids}
         for run in self.runs():
             by_id.setdefault(run.id, []).append(run)
@@ -155,13 +143,8 @@ class Worker:
         lines = self.log.splitlines()
         return [line for line in lines if all(text in line for text in containing)]
 
-    def wait_for_log(
-        self, *containing: str, count: int = 1, timeout_seconds: float = PATIENCE_SECONDS
-    ) -> None:
-        def logged() -> bool:
-            return len(self.log_lines(*containing)) >= count
-
-        wait_until(logged, timeout_seconds=timeout_seconds)
+    def wait_for_log(self, *containing: str, count: int = 1) -> None:
+        wait_until(lambda: len(self.log_lines(*containing)) >= count, telling=lambda: containing)
 
     def wait_ready(self) -> None:
         def ready() -> bool:
@@ -170,15 +153,10 @@ class Worker:
 
         wait_until(ready)
 
-    def stop(self, *, timeout_seconds: float = PATIENCE_SECONDS) -> None:
+    def stop(self) -> None:
         """Stop the worker with a warm shutdown (SIGTERM)."""
-        if self.process.poll() is None:
-            self.process.terminate()
-            try:
-                self.process.wait(timeout_seconds)
-            except subprocess.TimeoutExpired:
-                self.kill()
-                raise
+        self.process.terminate()
+        self.process.wait(PATIENCE_SECONDS)
 
     def kill(self) -> None:
         """Kill the worker and its pool with SIGKILL."""
@@ -218,13 +196,12 @@ class Fleet:
         installed: bool = True,
         name: str = "",
         wait: bool = True,
-        log_level: str = "INFO",
         more: tuple[str, ...] = (),
         **conf: Any,
     ) -> Worker:
         """Start a worker; closing the fleet kills it if it still runs."""
         name = f"{name or 'worker'}-{uuid4().hex[:6]}@localhost"
-        options = [f"--hostname={name}", f"--loglevel={log_level}", f"--pool={pool}"]
+        options = [f"--hostname={name}", "--loglevel=INFO", f"--pool={pool}"]
         options += [f"--concurrency={concurrency}", "--without-mingle", "--without-gossip"]
         options += [f"--queues={queues}"] if queues else []
         worker = self.command("worker", *options, *more, installed=installed, name=name, **conf)
@@ -232,7 +209,14 @@ class Fleet:
             worker.wait_ready()
         return worker
 
-    def command(self, *words: str, installed: bool = True, name: str = "", **conf: Any) -> Worker:
+    def command(
+        self,
+        *words: str,
+        installed: bool = True,
+        name: str = "",
+        environment: dict[str, str] | None = None,
+        **conf: Any,
+    ) -> Worker:
         """Start another command of Celery, such as beat; closing the fleet kills it."""
         module = "installed" if installed else "plain"
         celery = ["-m", "celery"] if installed else ["-c", _PLAIN_CELERY]
@@ -242,7 +226,7 @@ class Fleet:
             process = subprocess.Popen(
                 [sys.executable, *celery, "-A", f"tests.acceptance.apps.{module}", *words],
                 cwd=REPOSITORY,
-                env=self.environment(**conf),
+                env=self.environment(**conf) | (environment or {}),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -264,17 +248,21 @@ class Fleet:
             conf = {"broker_transport_options": {"confirm_publish": True}} | conf
         module = "installed" if installed else "plain"
         names = f"from tests.acceptance.apps.{module} import app\n"
-        done = subprocess.run(
-            [sys.executable, "-c", ("" if installed else _PLAIN_PYTHON) + names + code],
-            cwd=REPOSITORY,
-            env=self.environment(**conf),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_SECONDS,
+        program = ("" if installed else _PLAIN_PYTHON) + names + code
+        return output_of(sys.executable, "-c", program, env=self.environment(**conf))
+
+    def held_by(self, *workers: Worker) -> list[Any]:
+        """The tasks that workers hold in memory until they are due, asked by remote control."""
+        names = [worker.name for worker in workers]
+        inspect = self._asking.control.inspect(destination=names, timeout=10)
+        answers = wait_until(
+            lambda: found if len(found := inspect.scheduled() or {}) == len(names) else None
         )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        return [task for held in answers.values() for task in held]
+
+    @cached_property
+    def _asking(self) -> Celery:
+        return self.app(installed=False)
 
     def depth(self, queue: str) -> int:
         """The number of messages in a queue, asked by AMQP because the management API lags.
