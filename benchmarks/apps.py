@@ -32,11 +32,7 @@ from benchmarks.measuring import Bench
 from celery_native_delay import install
 from example_project.folder_broker import SCHEME, settings_of
 
-LABELS = {
-    "ours": "ours",
-    "held": "(a) worker-held ETA",
-    "celery": "(b) Celery's own",
-}
+LABELS = {"ours": "ours", "held": "(a) worker-held ETA", "celery": "(b) Celery's own"}
 
 QUEUE = "bench"
 TASK = "bench.record_start"

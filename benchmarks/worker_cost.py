@@ -52,10 +52,7 @@ class Variant:
         started, cpu = self.worker.start_count(), own_cpu_seconds(self.worker.pid)
         self.consume(True)
         ran = bench.wait_for(
-            f"{what}: run",
-            lambda: self.worker.start_count() - started,
-            total,
-            timeout_seconds=180,
+            f"{what}: run", lambda: self.worker.start_count() - started, total, timeout_seconds=180
         )
         sleep(SETTLE_SECONDS)  # the last results and acknowledgements
         if (ready, ran) != (total, total):

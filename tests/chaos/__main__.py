@@ -44,17 +44,10 @@ RESULTS = Path(__file__).resolve().parent / "results"
     help="Tasks per second.",
 )
 @click.option(
-    "--fault",
-    "faults",
-    multiple=True,
-    help="Only this kind of fault; may be given several times.",
+    "--fault", "faults", multiple=True, help="Only this kind of fault; may be given several times."
 )
 def main(
-    brokers: tuple[str, ...],
-    minutes: float,
-    seed: int | None,
-    rate: float,
-    faults: tuple[str, ...],
+    brokers: tuple[str, ...], minutes: float, seed: int | None, rate: float, faults: tuple[str, ...]
 ) -> None:
     """Send delayed tasks, break the broker, and report the result of each task.
 

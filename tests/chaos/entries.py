@@ -121,11 +121,7 @@ class EntriesJudgement:
 
 
 def judge_entries(
-    occurrences: Iterable[Occurrence],
-    struck: Sequence[Struck],
-    *,
-    began_at: float,
-    ended_at: float,
+    occurrences: Iterable[Occurrence], struck: Sequence[Struck], *, began_at: float, ended_at: float
 ) -> EntriesJudgement:
     """Judge every due time between the Unix times *began_at* and *ended_at*.
 

@@ -7,12 +7,7 @@ from itertools import count
 
 import pytest
 
-from celery_native_delay.testing import (
-    PrivateRabbitMQ,
-    PrivateRedis,
-    private_redis,
-    require_redis,
-)
+from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis, private_redis, require_redis
 from pytest_celery_native_delay import installed
 from tests.conformance.brokers import (
     BROKERS,

@@ -16,13 +16,7 @@ from kombu.exceptions import EncodeError
 
 from celery_native_delay import DelayTooLong, InvalidDueTime, UnsupportedBroker, install
 from celery_native_delay.bulk import bulk
-from tests.conformance.brokers import (
-    Broker,
-    options_of,
-    settings_of,
-    whole_seconds,
-    without,
-)
+from tests.conformance.brokers import Broker, options_of, settings_of, whole_seconds, without
 from tests.conformance.traffic import SETTINGS, attended, delaying
 from tests.integration.traffic import Arrival, Inbox, bodies
 from tests.traffic import eta_in

@@ -137,11 +137,7 @@ def test_a_delayed_message_arrives_where_and_as_an_undelayed_one(url: str) -> No
 
 def test_messages_arrive_when_due_and_in_that_order(url: str) -> None:
     """In order within a second: messages may have different numbers of hops."""
-    with (
-        attended(url),
-        delaying(url) as connection,
-        inbox(connection, "jobs") as received,
-    ):
+    with attended(url), delaying(url) as connection, inbox(connection, "jobs") as received:
         for number in range(60):
             publish(connection, number, "jobs", delay=0.5 + number * 0.0277)
         arrivals = received.wait_for(60)
@@ -172,11 +168,7 @@ def test_a_delayed_message_is_kept_until_its_queue_is_declared(url: str) -> None
 
 def test_messages_of_one_task_id_wait_side_by_side(url: str) -> None:
     """Attempts of a task share its id; each delivery has an id of its own."""
-    with (
-        attended(url),
-        delaying(url) as connection,
-        inbox(connection, "jobs") as received,
-    ):
+    with attended(url), delaying(url) as connection, inbox(connection, "jobs") as received:
         for attempt in range(3):
             publish(connection, attempt, "jobs", delay=0.5, headers={"id": "task-1"})
         arrivals = received.wait_for(3)
@@ -247,10 +239,7 @@ def test_an_app_without_install_gets_kombus_own_transport(url: str) -> None:
     with delaying(url) as connection:
         publish(connection, "hello", "other", delay=60)
         for options in ({}, {"native_delay": False}, {"native_delay": {"enabled": False}}):
-            with (
-                plain(url, **options) as untouched,
-                inbox(untouched, "jobs") as received,
-            ):
+            with plain(url, **options) as untouched, inbox(untouched, "jobs") as received:
                 assert type(untouched.default_channel).__module__.startswith("kombu.")
                 publish(untouched, "hello", "jobs", delay=60)
                 (arrival,) = received.wait_for(1)
@@ -359,11 +348,7 @@ def test_a_producer_goes_on_after_its_broker_was_wiped(broker: Broker, url: str)
         broker.wipe(url)
         publish(producer, "hello", "jobs", delay=0.5)
         publish(producer, "again", "jobs", delay=0.5)
-        with (
-            attended(url),
-            delaying(url) as connection,
-            inbox(connection, "jobs") as received,
-        ):
+        with attended(url), delaying(url) as connection, inbox(connection, "jobs") as received:
             arrivals = received.wait_for(2)
     assert {arrival.body for arrival in arrivals} == {"hello", "again"}
     assert min(arrival.lateness_seconds for arrival in arrivals) >= -EARLY_SECONDS
@@ -398,11 +383,7 @@ def test_messages_wait_through_a_restart(broker: Broker, url: str) -> None:
         for number in range(40):
             publish(producer, number, "jobs", delay=2 if number < 20 else 5)
     broker.restart()
-    with (
-        attended(url),
-        delaying(url) as connection,
-        inbox(connection, "jobs") as received,
-    ):
+    with attended(url), delaying(url) as connection, inbox(connection, "jobs") as received:
         # A broker may duplicate messages that it was moving; both copies have one delivery id.
         assert received.receive_until(lambda: len(deliveries_of(received)) >= 40)
     deliveries = deliveries_of(received)

@@ -44,13 +44,7 @@ from celery_native_delay.keyed.records import KeyRecords
 from celery_native_delay.keyed.rules import Seen
 from celery_native_delay.message import Delayed
 from celery_native_delay.transports.interface import Wait
-from tests.conformance.brokers import (
-    Broker,
-    needs_store,
-    options_of,
-    settings_of,
-    without,
-)
+from tests.conformance.brokers import Broker, needs_store, options_of, settings_of, without
 from tests.conformance.traffic import SETTINGS, attended
 from tests.traffic import Inbox
 from tests.waiting import PATIENCE_SECONDS

@@ -233,12 +233,7 @@ def test_other_tasks_run_while_rate_limited_ones_wait(fleet: Fleet) -> None:
     wait_until(lambda: Delay(app).count("name:call_api") == 49)
     assert len(fleet.record.runs(name="call_api")) == 1
     (line,) = Delay(app).rates()
-    assert (line.task, line.key, line.waiting, line.starts_last_period) == (
-        "call_api",
-        None,
-        49,
-        1,
-    )
+    assert (line.task, line.key, line.waiting, line.starts_last_period) == ("call_api", None, 49, 1)
 
 
 def test_malformed_messages_neither_end_a_worker_nor_hold_up_other_keys(fleet: Fleet) -> None:

@@ -28,11 +28,7 @@ __all__ = [
     "test_messages_wait_through_a_restart",
 ]
 
-BROKERS = [
-    pytest.param(ON_SYSTEM.id, marks=pytest.mark.rabbitmq),
-    in_ci("sqs"),
-    in_ci("pgmq"),
-]
+BROKERS = [pytest.param(ON_SYSTEM.id, marks=pytest.mark.rabbitmq), in_ci("sqs"), in_ci("pgmq")]
 
 
 @pytest.fixture

@@ -370,9 +370,7 @@ def test_a_dispatcher_publishes_what_its_own_process_adds_without_delay(
 # ---- seeing and changing --------------------------------------------------------------------
 
 
-def test_a_cancelled_task_is_not_listed_and_is_published_at_once_as_cancelled(
-    store: Store,
-) -> None:
+def test_a_cancelled_task_is_not_listed_and_is_published_at_once_as_cancelled(store: Store) -> None:
     add(store, 1, 2)
     assert tasks(store).cancel(["order-1"])[0].verdict is Verdict.DONE
     assert tasks(store).cancel(["order-1"])[0].verdict is Verdict.UNKNOWN
@@ -572,9 +570,7 @@ def test_states_that_expire_last_are_listed_first(store: Store) -> None:
     assert [name for name, _ in found] == ["3", "2"]
 
 
-def test_a_task_cancelled_in_the_broker_is_known_until_its_message_has_come(
-    store: Store,
-) -> None:
+def test_a_task_cancelled_in_the_broker_is_known_until_its_message_has_come(store: Store) -> None:
     note_cancelled(store.state, "order-1", kept_us=HOUR_US)
     assert [was_cancelled(store.state, "order-1") for _ in range(2)] == [True, True]
     assert not was_cancelled(store.state, "order-2")

@@ -93,12 +93,7 @@ def test_waiting_tasks_are_listed_by_due_time_with_all_fields(app: Celery, delay
     assert page.total == delay.count() == 3
     assert [task.id for task in delay.ls(offset=2).tasks] == ["order-3"]
     task = page.tasks[0]
-    assert (task.name, task.args, task.queue, task.retries) == (
-        "shop.remind",
-        "('ada',)",
-        JOBS,
-        0,
-    )
+    assert (task.name, task.args, task.queue, task.retries) == ("shop.remind", "('ada',)", JOBS, 0)
     assert task.kwargs == "{'order': 1, 'text': 'käse'}"
     assert task.root_id == "order-1"
     assert before + 1000 <= task.due_us / 1e6 <= time() + 1000
@@ -171,10 +166,7 @@ def test_for_a_plain_worker_a_cancelled_task_has_expired(
 ) -> None:
     send_task(app, 1, countdown=3600)
     assert delay.cancel("order-1")
-    with (
-        plain_app.connection_for_read() as connection,
-        inbox(connection, JOBS) as arriving,
-    ):
+    with plain_app.connection_for_read() as connection, inbox(connection, JOBS) as arriving:
         (arrival,) = arriving.wait_for(1)
     assert datetime.fromisoformat(arrival.message.headers["expires"]) < datetime.now(UTC)
 

@@ -237,10 +237,7 @@ def test_wrong_options_are_refused_at_once(
 def test_a_column_in_the_wrong_case_is_refused_if_spark_is_case_sensitive(spark: Any) -> None:
     df = spark.sql("select 1.5D as Wait, 7 as Number")
     right = {"app": "shop:app", "task": "shop.remind", "countdown": "Wait", "kwargs": ["Number"]}
-    wrong: list[dict[str, Any]] = [
-        {"countdown": "wait"},
-        {"kwargs": {"number": f.col("number")}},
-    ]
+    wrong: list[dict[str, Any]] = [{"countdown": "wait"}, {"kwargs": {"number": f.col("number")}}]
     for options in wrong:
         FanOut(df, **right | options)
     spark.conf.set("spark.sql.caseSensitive", "true")
@@ -276,11 +273,7 @@ def test_a_row_with_text_that_is_no_utf8_is_rejected(spark: Any) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "values"),
-    [
-        ("string", ["é", "", "x" * 300, None]),
-        ("long", [7, -1]),
-        ("boolean", [True, False]),
-    ],
+    [("string", ["é", "", "x" * 300, None]), ("long", [7, -1]), ("boolean", [True, False])],
     ids=str,
 )
 def test_the_rate_key_of_a_row_is_the_one_that_workers_compute(

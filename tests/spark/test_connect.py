@@ -22,10 +22,7 @@ pytestmark = pytest.mark.ci
 
 
 def test_fan_out_and_sink_work_through_spark_connect(
-    make_app: Callable[..., str],
-    apps_folder: Path,
-    tmp_path: Path,
-    native_delay_rabbitmq_url: str,
+    make_app: Callable[..., str], apps_folder: Path, tmp_path: Path, native_delay_rabbitmq_url: str
 ) -> None:
     app = make_app(native_delay_rabbitmq_url)
     done = subprocess.run(

@@ -13,10 +13,7 @@ PROGRAM = ROOT / "docs/cookbook/million.py"
 
 
 def test_its_reminders_wait(
-    spark: Any,
-    apps_folder: Path,
-    tmp_path: Path,
-    native_delay_redis_url: str,
+    spark: Any, apps_folder: Path, tmp_path: Path, native_delay_redis_url: str
 ) -> None:
     text = PROGRAM.read_text().replace('os.environ.get("BROKER_URL", "redis://")', "URL")
     program = apps_folder / PROGRAM.name  # whose processes do not have this test's environment

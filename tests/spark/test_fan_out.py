@@ -174,10 +174,7 @@ def test_max_rate_is_kept_and_shared_by_all_connections(
 
 
 def test_slots_that_a_cluster_gains_while_a_job_starts_do_not_exceed_max_rate(
-    spark: Any,
-    make_app: MakeApp,
-    native_delay_rabbitmq_url: str,
-    monkeypatch: pytest.MonkeyPatch,
+    spark: Any, make_app: MakeApp, native_delay_rabbitmq_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As many connections send as share the rate."""
     slots = iter((1, 2, 4))
@@ -274,10 +271,7 @@ def test_waiting_tasks_have_the_planned_due_times(
 
 
 def test_tasks_sent_after_they_are_due_are_planned_counted_and_logged(
-    spark: Any,
-    make_app: MakeApp,
-    native_delay_rabbitmq_url: str,
-    caplog: pytest.LogCaptureFixture,
+    spark: Any, make_app: MakeApp, native_delay_rabbitmq_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """At 5 rows/s 60 rows take 12 s; most of the 40 that are due in 3 s are too late."""
     df = spark.range(60, numPartitions=1).selectExpr(
@@ -304,18 +298,11 @@ def test_tasks_sent_after_they_are_due_are_planned_counted_and_logged(
 
 @pytest.mark.parametrize(
     ("url", "said"),
-    [
-        ("amqp://127.0.0.1:1", "refused"),
-        ("sqla+sqlite:////nowhere/shop.db", "StoreUnavailable"),
-    ],
+    [("amqp://127.0.0.1:1", "refused"), ("sqla+sqlite:////nowhere/shop.db", "StoreUnavailable")],
     ids=["rabbitmq", "store"],
 )
 def test_during_an_outage_each_unsent_row_is_a_failure(
-    make_app: MakeApp,
-    apps_folder: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    url: str,
-    said: str,
+    make_app: MakeApp, apps_folder: Any, monkeypatch: pytest.MonkeyPatch, url: str, said: str
 ) -> None:
     """The function of executors, with a shorter patience."""
     monkeypatch.syspath_prepend(str(apps_folder))

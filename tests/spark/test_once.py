@@ -131,12 +131,7 @@ def ids_of(run_id: str) -> list[str]:
     indirect=["place"],
 )
 def test_rows_of_a_lost_executor_and_of_a_job_that_is_sent_again_run_once(
-    spark: Any,
-    app: str,
-    settings: dict[str, Any],
-    url: str,
-    tmp_path: Path,
-    way: str,
+    spark: Any, app: str, settings: dict[str, Any], url: str, tmp_path: Path, way: str
 ) -> None:
     """Before and after the tasks run, whole, in part and late; the store says so by itself."""
 
@@ -198,11 +193,7 @@ With ``NATIVE_DELAY_TEST_TASKS=20000``, all 20,000 ran once in each place: on 20
     indirect=True,
 )
 def test_a_job_that_is_killed_twice_and_sent_a_third_time_runs_each_row_once(
-    app: str,
-    settings: dict[str, Any],
-    url: str,
-    apps_folder: Path,
-    tmp_path: Path,
+    app: str, settings: dict[str, Any], url: str, apps_folder: Path, tmp_path: Path
 ) -> None:
     """Rows that became due meanwhile and did not run are not rejected, but run late.
 
@@ -241,11 +232,7 @@ def rows_of(batch: int) -> range:
 @pytest.mark.ci
 @pytest.mark.timeout(600)
 def test_batches_of_a_stream_run_once_although_executors_and_drivers_are_killed(
-    app: str,
-    settings: dict[str, Any],
-    url: str,
-    apps_folder: Path,
-    tmp_path: Path,
+    app: str, settings: dict[str, Any], url: str, apps_folder: Path, tmp_path: Path
 ) -> None:
     """A driver within the first batch, an executor within the second one.
 

@@ -32,10 +32,7 @@ def at(seconds: float) -> datetime:
 def ended(outcome: str, start: float = 0.1, **more: Any) -> list[Line]:
     """The two lines of an attempt that started *start* seconds after its due time."""
     begin = {"started": at(start), "retries": 0, "worker": "w@one", "pid": 1} | more
-    return [
-        {**begin, "retry_due": None},
-        {**begin, "finished": at(start + 1), "outcome": outcome},
-    ]
+    return [{**begin, "retry_due": None}, {**begin, "finished": at(start + 1), "outcome": outcome}]
 
 
 def open_(start: float = 0.1, **more: Any) -> list[Line]:
@@ -78,10 +75,7 @@ CASES: dict[str, tuple[str, list[Line]]] = {
     "requeued": ("ok", ended("requeued", retry_due=at(1)) + ended("success", 2)),
     "replaced": ("ok", ended("ignored") + ended("success", 3)),
     "retried": ("ok", ended("retry", retry_due=at(2)) + ended("success", 2, retries=1)),
-    "retried after a kill": (
-        "pending",
-        open_() + ended("retry", 3, pid=2, retry_due=at(900)),
-    ),
+    "retried after a kill": ("pending", open_() + ended("retry", 3, pid=2, retry_due=at(900))),
     "retry to come": ("pending", ended("retry", retry_due=at(900))),
     "retry within grace": ("pending", ended("retry", retry_due=at(541))),
     "retry that never came": ("missing", ended("retry", retry_due=at(2))),

@@ -89,11 +89,7 @@ def test_a_bad_row_fails_the_job_unless_on_reject_is_skip(
 
 @pytest.mark.parametrize("once", [False, True], ids=["plain", "once"])
 def test_a_stream_replays_a_batch_with_the_same_task_ids(
-    spark: Any,
-    make_app: MakeApp,
-    native_delay_rabbitmq_url: str,
-    tmp_path: Path,
-    once: bool,
+    spark: Any, make_app: MakeApp, native_delay_rabbitmq_url: str, tmp_path: Path, once: bool
 ) -> None:
     """With the option once, workers run one of the two messages."""
     source, checkpoint = tmp_path / "source", tmp_path / "checkpoint"
