@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -40,7 +39,6 @@ from celery_native_delay.app.installation import delaying_channel
 from celery_native_delay.app.keyed import key_records
 from celery_native_delay.bulk import bulk
 from celery_native_delay.keyed.record import HEADER, name_of
-from celery_native_delay.keyed.records import KeyRecords
 from celery_native_delay.keyed.rules import Seen
 from celery_native_delay.message import Delayed
 from celery_native_delay.transports.interface import Wait
@@ -164,19 +162,9 @@ def at_once(call: Callable[[int], T], callers: int = 4) -> list[T]:
         return list(pool.map(calling, range(callers)))
 
 
-def name_for(kind: str, key: str) -> str:
-    return name_of(kind, TASK, key)
-
-
-def read(app: Celery, name: str) -> Seen:
-    with records_of(app) as records:
-        return records.read(name)
-
-
-@contextmanager
-def records_of(app: Celery) -> Iterator[KeyRecords]:
+def read(app: Celery, kind: str, key: str) -> Seen:
     with app.connection_for_write() as connection:
-        yield key_records(app, connection)
+        return key_records(app, connection).read(name_of(kind, TASK, key))
 
 
 # ---- debounce -----------------------------------------------------------------------------------
@@ -299,12 +287,8 @@ def test_callers_of_a_task_with_a_declared_key_keep_delay(
     first, last = declared.delay(key, 1), declared.delay(user=key, page=2)
     assert last.replaced == first.id
     (task,) = delay.ls(f"key:{key}")
-    assert (task.id, task.kind, task.key, task.kwargs) == (
-        last.id,
-        "debounce",
-        key,
-        f"{{'user': '{key}', 'page': 2}}",
-    )
+    assert (task.id, task.kind, task.key) == (last.id, "debounce", key)
+    assert task.kwargs == f"{{'user': '{key}', 'page': 2}}"
     assert declared.si(key).apply_async().replaced == last.id
     other = declared.apply_async((None, 3), countdown=LONG)
     assert not isinstance(other, KeyedResult), "None is no key"
@@ -370,7 +354,7 @@ def test_a_task_that_was_moved_by_days_keeps_its_key(
     for kind, call in calls.items():
         task_id = call(reindex.s(1), key=key).id
         moved = delay.reschedule(task_id, countdown=LONG)
-        record = read(app, name_for(kind, key)).record
+        record = read(app, kind, key).record
         assert record is not None
         assert (record.id, record.due_us) == (task_id, moved.due_us), kind
 
@@ -409,7 +393,7 @@ def test_a_producers_wrong_clock_changes_nothing(key: str, app: Celery, jobs: Co
     assert [producer.wait(PATIENCE_SECONDS) for producer in producers] == [0, 0]
     assert [arrival.body[0][0] for arrival in jobs.wait_for(2)] == [1001, 1001]
     for arrival in jobs.arrivals:
-        seen = read(app, name_for("debounce", arrival.message.headers[HEADER]["key"]))
+        seen = read(app, "debounce", arrival.message.headers[HEADER]["key"])
         assert seen.record is not None
         # A busy machine alone makes no task so late.
         assert -0.1 <= arrival.at - seen.record.due_us / 1e6 < 60
@@ -426,7 +410,7 @@ def test_a_debounced_task_keeps_its_key_while_a_worker_lets_it_wait(
         channel, settings = delaying_channel(app, connection)
         wait = Wait(jobs.arrivals[0].message, "jobs", held_us, headers={"held": "by a test"})
         assert channel.worker_part(settings).put_back([wait]) == [None]
-    record = read(app, name_for("debounce", key)).record
+    record = read(app, "debounce", key).record
     assert record is not None
     assert record.due_us > held_us - 61 * 86_400 * 1_000_000, "for a month"
     assert delay.debounce(reindex.s(2), key=key, seconds=LONG).replaced == first.id
@@ -576,7 +560,7 @@ def test_a_refused_call_does_not_take_the_key(
     """Record and message are written in one step."""
     with pytest.raises(DelayTooLong):
         delay.unique(reindex.s(1), key=key, countdown=1e9)
-    assert read(app, name_for("unique", key)).record is None
+    assert read(app, "unique", key).record is None
     assert delay.show(delay.unique(reindex.s(1), key=key, countdown=LONG).id)
 
 

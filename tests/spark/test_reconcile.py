@@ -79,6 +79,12 @@ CASES: dict[str, tuple[str, list[Line]]] = {
     "retry to come": ("pending", ended("retry", retry_due=at(900))),
     "retry within grace": ("pending", ended("retry", retry_due=at(541))),
     "retry that never came": ("missing", ended("retry", retry_due=at(2))),
+    "in time": ("ok", ended("success", waited=True)),
+    "sent late": ("ok", ended("success", 50, waited=False)),
+    "retried late": (
+        "ok",
+        ended("retry", waited=True, retry_due=at(2)) + ended("success", 2, retries=1, waited=False),
+    ),
     "not planned": ("unplanned", ended("success")),
 }
 
@@ -142,6 +148,9 @@ def test_a_verdict_shows_when_and_where(ledger: DataFrame, events: DataFrame) ->
     assert (row.ran.retries, row.ran.attempts) == (1, 2)
     assert rows["redelivered"].ran.attempts == 2
     assert (rows["revoked"].ran.attempts, rows["revoked"].ran.started) == (0, None)
+    late = {name: rows[name].sent_after_due for name in ("in time", "sent late", "retried late")}
+    assert late == {"in time": False, "sent late": True, "retried late": False}
+    assert rows["done"].sent_after_due is None, "nobody can tell"
 
 
 def test_missing_tasks_can_be_sent_again(ledger: DataFrame, events: DataFrame) -> None:
@@ -163,6 +172,7 @@ def test_grace_seconds_and_early_seconds_change_verdicts(
 
 
 def test_summaries(ledger: DataFrame, events: DataFrame, tmp_path: Path) -> None:
+    """Tasks that were sent after they were due do not count as late."""
     result = reconcile(ledger, events, as_of=NOW).stored(str(tmp_path / "verdicts"))
     counts = result.counts()
     assert sum(counts.values()) == len(CASES)
@@ -170,6 +180,7 @@ def test_summaries(ledger: DataFrame, events: DataFrame, tmp_path: Path) -> None
     (whole,) = result.summary().collect()
     assert {verdict: whole[verdict] for verdict in counts} == counts
     assert (whole.tasks, whole.late_p50, whole.late_max) == (len(CASES), 0.1, 0.1)
+    assert whole.sent_after_due == 1
     by_queue = {row.queue: row for row in result.summary("queue", "worker").collect()}
     assert by_queue["mail"].tasks == 5  # those that never started
     assert by_queue["post"].missing == 1
@@ -178,37 +189,6 @@ def test_summaries(ledger: DataFrame, events: DataFrame, tmp_path: Path) -> None
     assert [row["order.id"] for row in result.summary("order.id").tail(1)] == [len(CASES) - 2]
     with pytest.raises(ValueError, match=r"expected some of task_id, due, .*, got quueue"):
         result.summary("quueue")
-
-
-def test_tasks_sent_after_they_are_due_do_not_count_as_late(spark: SparkSession) -> None:
-    """Their verdict is ok, and their lateness is not in the quantiles."""
-    in_time = ended("success", 0.2, waited=True)
-    lines = {
-        "in time": in_time,
-        "sent late": ended("success", 50, waited=False),
-        "retried": ended("retry", 0.4, waited=True, retry_due=at(2))
-        + ended("success", 2, retries=1, waited=False),
-        "nobody can tell": ended("success", 0.3),
-    }
-    rows = [
-        tuple(({"id": name, "task": "remind", "queue": "post"} | line).get(key) for key in FIELDS)
-        for name, of_task in lines.items()
-        for line in of_task
-    ]
-    schema = ", ".join(f"{key} {kind}" for key, kind in FIELDS.items())
-    ledger = spark.createDataFrame([(name, DUE) for name in lines], "task_id string, due timestamp")
-    found = reconcile(ledger, spark.createDataFrame(rows, schema), as_of=NOW)
-    verdicts = {row.task_id: row for row in found.verdicts.collect()}
-    assert {row.verdict for row in verdicts.values()} == {"ok"}
-    assert {name: row.sent_after_due for name, row in verdicts.items()} == {
-        "in time": False,
-        "sent late": True,
-        "retried": False,
-        "nobody can tell": None,
-    }
-    (whole,) = found.summary().collect()
-    assert (whole.tasks, whole.ok, whole.sent_after_due) == (4, 4, 1)
-    assert (whole.late_p50, whole.late_max) == (0.3, 0.4)
 
 
 @pytest.mark.parametrize(
