@@ -7,25 +7,19 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 import pytest
 from kombu.transport import filesystem
 from sqlalchemy import MetaData, create_engine, delete
 
-from celery_native_delay.testing import (
-    PrivateRabbitMQ,
-    PrivateRedis,
-    private_redis,
-    require_redis,
-    vhost_name,
-)
-from celery_native_delay.testing.redis import ServerName
+from celery_native_delay.testing import PrivateRabbitMQ, private_redis, require_redis, vhost_name
 from example_project.private_sqs import PrivateSqs, private_sqs, require_sqs
 from pytest_celery_native_delay import installed
 from tests.brokers import MORTAL, ON_RABBITMQS, in_ci, installed_rabbitmq
@@ -52,20 +46,29 @@ def without(*names: str) -> list[Any]:
 STORES: dict[str, str] = {}
 
 
-class Broker(Protocol):
-    """A running broker that belongs to this suite."""
+class Broker(ABC):
+    """A running broker that belongs to this suite, and its server or folder."""
 
+    def __init__(self, server: Any) -> None:
+        self.server = server
+        self.numbers = count(1)
+
+    @abstractmethod
     def new_space(self) -> str:
         """The URL of an empty part of the broker, for one test."""
 
     def remove_space(self, url: str) -> None:
         """Remove a space after its test; all connections are closed."""
+        self.wipe(url)
 
+    @abstractmethod
     def wipe(self, url: str) -> None:
         """Delete all messages and declarations of the space; connections stay open."""
 
     def restart(self) -> None:
         """Stop the broker cleanly and start it again, with the same URLs and data."""
+        self.server.stop()
+        self.server.start()
 
 
 @contextmanager
@@ -75,7 +78,8 @@ def running_broker(name: str, running_rabbitmq: Callable[..., PrivateRabbitMQ]) 
         case ["rabbitmq", version]:
             yield RabbitMQ(running_rabbitmq(installed_rabbitmq(version), **MORTAL))
         case ["redis" | "valkey" as server]:
-            with private_redis(server=redis_server(server), config=Redis.CONFIG) as redis:
+            installed(require_redis, server)
+            with private_redis(server=server, config=Redis.CONFIG) as redis:
                 yield Redis(redis)
         case ["filesystem"]:
             with folder() as spaces:
@@ -189,15 +193,8 @@ def database_of(url: str) -> tuple[str, str]:
     return name, unquote(folder)
 
 
-def redis_server(name: ServerName) -> ServerName:
-    return installed(require_redis, name).name
-
-
-class RabbitMQ:
+class RabbitMQ(Broker):
     """A space is a virtual host."""
-
-    def __init__(self, server: PrivateRabbitMQ) -> None:
-        self.server = server
 
     def new_space(self) -> str:
         return self.server.new_vhost()
@@ -214,53 +211,37 @@ class RabbitMQ:
                     name = quote(found["name"], safe="")
                     self.server.api("DELETE", f"/{kind}/{vhost}/{name}")
 
-    def restart(self) -> None:
-        self.server.stop()
-        self.server.start()
 
-
-class Redis:
+class Redis(Broker):
     """A space is a database of a Redis or Valkey."""
 
     CONFIG = "databases 1000"
 
-    def __init__(self, server: PrivateRedis) -> None:
-        self._server = server
-        self._numbers = count(1)
-
     def new_space(self) -> str:
-        return f"redis://127.0.0.1:{self._server.port}/{next(self._numbers)}"
-
-    def remove_space(self, url: str) -> None:
-        self.wipe(url)
+        return f"redis://127.0.0.1:{self.server.port}/{next(self.numbers)}"
 
     def wipe(self, url: str) -> None:
         """Empty the database and drop the server's scripts, as on a new server."""
-        client = self._server.client
+        client = self.server.client
         client.select(int(url.rpartition("/")[2]))
         client.flushdb()
         client.script_flush()
 
-    def restart(self) -> None:
-        self._server.stop()
-        self._server.start()
 
-
-class Filesystem:
+class Filesystem(Broker):
     """A space is a folder with the queues, and a store beside it."""
 
     def __init__(self, folder: Path, server: PrivatePostgreSQL | None = None) -> None:
+        super().__init__(server)
         self._folder = folder
-        self._server = server
-        self._numbers = count(1)
 
     def new_space(self) -> str:
         # kombu shares bindings between all folders of a process.
         filesystem.Transport.global_state.clear()
-        space = self._folder / str(next(self._numbers))
+        space = self._folder / str(next(self.numbers))
         for name in ("queues", "control"):
             (space / name).mkdir(parents=True)
-        store = self._server.new_database() if self._server else f"sqlite:///{space}/delays.db"
+        store = self.server.new_database() if self.server else f"sqlite:///{space}/delays.db"
         (space / "store").write_text(store)
         return f"filesystem://{space}"
 
@@ -275,28 +256,23 @@ class Filesystem:
                 file.unlink()
         for file in space.glob("delays.db*"):
             file.unlink()
-        if self._server:
+        if self.server:
             drop_tables(settings_of(url)["store"])
 
     def restart(self) -> None:
         """Restart the PostgreSQL; a folder needs no restart."""
-        if self._server:
-            self._server.stop()
-            self._server.start()
+        if self.server:
+            super().restart()
 
 
-class Database:
-    """A space is a SQLite file with kombu's tables and ours."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._numbers = count(1)
+class Database(Broker):
+    """A space is a SQLite file with kombu's tables and ours, in a folder."""
 
     def new_space(self) -> str:
-        return f"sqla+sqlite:///{self._folder}/{next(self._numbers)}.db"
+        return f"sqla+sqlite:///{self.server}/{next(self.numbers)}.db"
 
     def remove_space(self, url: str) -> None:
-        for file in self._folder.glob(f"{Path(url).name}*"):
+        for file in self.server.glob(f"{Path(url).name}*"):
             file.unlink()
 
     def wipe(self, url: str) -> None:
@@ -321,16 +297,13 @@ def drop_tables(url: str) -> None:
     engine.dispose()
 
 
-class Pgmq:
+class Pgmq(Broker):
     """A space is a database with the functions of pgmq, and with the records."""
-
-    def __init__(self, server: PrivatePostgreSQL) -> None:
-        self._server = server
 
     def new_space(self) -> str:
         from pgmq.install import get_embedded_install_sql
 
-        database = urlsplit(self._server.new_database())
+        database = urlsplit(self.server.new_database())
         (folder,) = parse_qs(database.query)["host"]
         url = f"pgmq://localhost/{database.path[1:]}@{quote(folder, safe='')}"
         self._execute(url, get_embedded_install_sql())
@@ -345,10 +318,6 @@ class Pgmq:
         drop_tables(own_store(url))
         self._declare(url)
 
-    def restart(self) -> None:
-        self._server.stop()
-        self._server.start()
-
     def _declare(self, url: str) -> None:
         """Create the queues of these tests: kombu publishes only to queues that exist."""
         for queue in ("jobs", "other"):
@@ -362,16 +331,16 @@ class Pgmq:
             connection.execute(statement)
 
 
-class SQS:
+class SQS(Broker):
     """A space is a moto server of its own, which stands for AWS; the next test takes it over."""
 
     def __init__(self, stack: ExitStack) -> None:
-        self._stack = stack
+        super().__init__(stack)
         self._spaces: dict[str, PrivateSqs] = {}
         self._free: list[PrivateSqs] = []
 
     def new_space(self) -> str:
-        sqs = self._free.pop() if self._free else self._stack.enter_context(private_sqs())
+        sqs = self._free.pop() if self._free else self.server.enter_context(private_sqs())
         self._spaces[sqs.url] = sqs
         return sqs.url
 

@@ -12,21 +12,13 @@ import pytest
 from celery_native_delay import DelaySettings
 from tests.brokers import ON_SYSTEM, in_ci
 from tests.conformance.brokers import STORES, Broker, settings_of
-from tests.conformance.test_conformance import (
+from tests.conformance.test_conformance import (  # noqa: F401
     test_a_delayed_message_arrives_where_and_as_an_undelayed_one,
     test_a_delayed_message_is_kept_until_its_queue_is_declared,
     test_a_plain_consumer_receives_delayed_messages,
     test_messages_arrive_when_due_and_in_that_order,
     test_messages_wait_through_a_restart,
 )
-
-__all__ = [
-    "test_a_delayed_message_arrives_where_and_as_an_undelayed_one",
-    "test_a_delayed_message_is_kept_until_its_queue_is_declared",
-    "test_a_plain_consumer_receives_delayed_messages",
-    "test_messages_arrive_when_due_and_in_that_order",
-    "test_messages_wait_through_a_restart",
-]
 
 BROKERS = [pytest.param(ON_SYSTEM.id, marks=pytest.mark.rabbitmq), in_ci("sqs"), in_ci("pgmq")]
 
