@@ -144,21 +144,6 @@ def test_debounce_starts_over_after_its_task_was_cancelled() -> None:
     assert place.at(60).started == [("b", 9)]
 
 
-def test_a_call_replaces_a_task_that_was_rescheduled_to_later() -> None:
-    place = Place()
-    place.at(0).debounce("a", 1)
-    place.move("a", 4)
-    place.at(1.5).debounce("b", 1)
-    assert place.at(60).started == [("b", 2.5)]
-    place = Place()
-    place.at(0).throttle("a", 10, trails=True)
-    place.at(1).throttle("b", 10, trails=True)
-    place.move("b", 30)
-    place.at(12).throttle("c", 10, trails=True)
-    place.at(13).throttle("d", 10, trails=True)
-    assert place.at(60).started == [("a", 0), ("c", 12), ("d", 22)]
-
-
 @given(
     st.lists(
         st.tuples(st.floats(0.001, 9), st.sampled_from(["call", "call", "move", "cancel"])),
