@@ -24,10 +24,6 @@ def noon(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "time_ns", lambda: NOON_NS)
 
 
-def eta_in(seconds: float) -> str:
-    return eta_of(NOON_NS // 1000 + round(seconds * 1_000_000))
-
-
 def opened(**settings: Any) -> Any:
     channel = object.__new__(pgmq.Channel)
     channel.connection = object()
@@ -35,20 +31,17 @@ def opened(**settings: Any) -> Any:
     return channel
 
 
-def sent(made: Any, eta: str | None) -> Any:
-    """The delay that kombu passes to pgmq's ``send`` for a message with this header; or None."""
-    message = {"headers": {} if eta is None else {"eta": eta}, "properties": {"priority": 0}}
+def delay_of(made: Any, message: dict[str, Any], seconds: float) -> Any:
+    """The delay that kombu passes to pgmq's ``send`` if a message is due in so many seconds."""
+    message["headers"]["eta"] = eta_of(NOON_NS // 1000 + round(seconds * 1_000_000))
     return made._pgmq_send_kwargs(message).get("delay")
 
 
-def test_a_delay_is_rounded_up_to_whole_seconds_at_each_attempt() -> None:
+def test_a_delay_is_rounded_up_to_whole_seconds_and_computed_again_at_each_attempt() -> None:
     """As if the attempts before had taken so long."""
-    made = opened()
-    delays = [(3600, 3600), (4.5, 5), (0.3, 1), (-5, None)]
-    assert [sent(made, eta_in(seconds)) for seconds, _ in delays] == [delay for _, delay in delays]
-    assert sent(made, None) is None
-
-
-def test_a_delay_beyond_the_levels_is_refused() -> None:
+    made, message = opened(), {"headers": {}, "properties": {"priority": 0}}
+    assert "delay" not in made._pgmq_send_kwargs(message)
+    for seconds, delay in ((3600, 3600), (4.5, 5), (0.3, 1), (-5, None)):
+        assert delay_of(made, message, seconds) == delay
     with pytest.raises(DelayTooLong, match=r"1 min exceeds the longest delay of 31\.875 s"):
-        sent(opened(levels=8), eta_in(60))
+        delay_of(opened(levels=8), message, 60)

@@ -48,7 +48,6 @@ class Worker:
     app: Celery
     clock: Clock
     ran: list[tuple[float, str | None]] = field(default_factory=list)
-    revoked: list[str] = field(default_factory=list)
     rejected: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -105,18 +104,13 @@ def worker() -> Iterator[Worker]:
     @app.task(name="once", once=True)
     def once() -> None: ...
 
-    def note_revoked(request: Any, **_: Any) -> None:
-        worker.revoked.append(request.id)
-
     def note_rejected(message: Any, exc: Any, **_: Any) -> None:
         worker.rejected.append(str(exc))
 
     with Clock(app) as clock:
         worker = Worker(app, clock)
-        signals.task_revoked.connect(note_revoked)
         signals.task_rejected.connect(note_rejected)
         yield worker
-    signals.task_revoked.disconnect(note_revoked)
     signals.task_rejected.disconnect(note_rejected)
 
 
