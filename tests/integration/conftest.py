@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from celery_native_delay import Delay
+from celery_native_delay import Delay, register_transports
 from example_project.private_sqs import PrivateSqs, private_sqs, require_sqs
 from pytest_celery_native_delay import installed
 from tests.brokers import in_ci
@@ -21,6 +21,17 @@ def shared_sqs() -> Iterator[PrivateSqs]:
     installed(require_sqs)
     with private_sqs() as sqs:
         yield sqs
+
+
+@pytest.fixture
+def sqs(shared_sqs: PrivateSqs, monkeypatch: pytest.MonkeyPatch) -> PrivateSqs:
+    """An SQS without queues, in a process that has logged no warning yet."""
+    register_transports()
+    shared_sqs.wipe()
+    module = "celery_native_delay.transports.sqs"
+    monkeypatch.setattr(f"{module}.delays._said", set())
+    monkeypatch.setattr(f"{module}.relay.LONG_POLL_SECONDS", 1)  # it outlives the relay that asked
+    return shared_sqs
 
 
 @pytest.fixture

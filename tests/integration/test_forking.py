@@ -56,10 +56,10 @@ publish()
 
 
 @contextmanager
-def process(command: list[str], url: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Run *command*; after the block neither the process nor its children are left."""
-    environment = {**os.environ, "FORKING_BROKER": url}
-    with subprocess.Popen(command, env=environment, start_new_session=True) as started:
+def process(*command: str, url: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Run Python; after the block neither the process nor its children are left."""
+    environment, own = {**os.environ, "FORKING_BROKER": url}, [sys.executable, *command]
+    with subprocess.Popen(own, env=environment, start_new_session=True) as started:
         try:
             yield started
         finally:
@@ -80,7 +80,7 @@ def test_forked_children_and_their_parent_publish_on_their_own_connections(
     code: str, vhost_url: str
 ) -> None:
     """Siblings that read each other's publisher confirms would wait for ever."""
-    with process([sys.executable, "-W", "ignore", "-c", code], vhost_url) as parent:
+    with process("-W", "ignore", "-c", code, url=vhost_url) as parent:
         assert parent.wait(PATIENCE_SECONDS) == 0
     assert_arrive(vhost_url, EACH * (1 + 3 + 2))
 
@@ -101,10 +101,9 @@ def test_gunicorns_workers_publish_although_the_preloaded_app_has_published(
     worker_class: str, vhost_url: str, short_path: Path
 ) -> None:
     address = short_path / "web"
-    command = [sys.executable, "-m", "gunicorn", "--preload", "--workers=3", "--timeout=90"]
-    command += [f"--worker-class={worker_class}", f"--bind=unix:{address}"]
-    command += ["tests.integration.forking:application"]
-    with process(command, vhost_url):
+    serving = ["--preload", "--workers=3", "--timeout=90", "tests.integration.forking:application"]
+    how = [f"--worker-class={worker_class}", f"--bind=unix:{address}"]
+    with process("-m", "gunicorn", *how, *serving, url=vhost_url):
         wait_until(address.exists)
         with ThreadPoolExecutor(6) as clients:
             answers = list(clients.map(get, [address] * 12))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -106,20 +105,6 @@ def test_verify_finds_nothing_after_declaring(
 
 
 @on_one_version
-def test_verify_finds_everything_missing_and_declares_nothing(
-    rabbitmq: PrivateRabbitMQ, vhost_url: str
-) -> None:
-    with delaying(vhost_url) as connection:
-        expected = [
-            f"{declaration.name}: {type(declaration).__name__.lower()} is missing"
-            for declaration in TOPOLOGY.plan()
-            if not isinstance(declaration, Binding)
-        ]
-        for _ in range(2):
-            assert verified(connection, rabbitmq.management_url).differences == expected
-
-
-@on_one_version
 def test_verify_finds_each_difference(rabbitmq: PrivateRabbitMQ, connection: Any) -> None:
     """And has changed nothing."""
     channel = connection.default_channel
@@ -165,35 +150,45 @@ def test_verify_finds_each_difference(rabbitmq: PrivateRabbitMQ, connection: Any
 def test_verify_finds_policies_on_delay_queues(
     rabbitmq: PrivateRabbitMQ, connection: Any, vhost: str
 ) -> None:
+    """With no more than the tag "monitoring"; operator policies, too."""
+    rabbitmq.add_user(f"watch-{vhost}", "watch", vhost=vhost, tags="monitoring")
+    url = rabbitmq.management_url.replace("://", f"://watch-{vhost}:watch@")
     declare_queue(connection, "orders")
     harmful = {"message-ttl": 1000, "max-length": 5, "expires": 600_000}
     rabbitmq.set_policy(vhost, "elsewhere", "^orders", harmful)
     rabbitmq.set_policy(vhost, "harmless", r"\.level-0[01]$", {"queue-leader-locator": "balanced"})
     rabbitmq.set_policy(vhost, "short-lived", r"\.level-0[67]$", harmful)
     rabbitmq.set_policy(vhost, "strict", r"parked$", {"max-length": 7})
-
-    def sentence(policy: str, keys: str, number: int, first: str) -> str:
-        return (
-            f"policy '{policy}' sets {keys} on {number} delay queue(s) such as {first}: delayed "
-            f"messages may come early or get lost"
-        )
-
+    retrying: dict[str, Any] = {"delivery-limit": 3}
+    if rabbitmq.version.startswith("4."):
+        retrying |= {"delayed-retry-type": "all", "delayed-retry-min": 1000}
+    rabbitmq.set_policy(vhost, "retrying", r"\.level-05$", retrying)
+    guard = {"pattern": r"level-00$", "definition": {"message-ttl": 1000}, "apply-to": "queues"}
+    rabbitmq.api("PUT", f"/operator-policies/{vhost}/guard", guard)
+    effect = "delayed messages may come early or get lost"
     expected = {
-        sentence("short-lived", "message-ttl, max-length, expires", 2, TOPOLOGY.level_queue(64)),
-        sentence("strict", "max-length", 1, TOPOLOGY.parking_queue),
+        f"{policy} on {number} delay queue(s) such as {first}: {effect}"
+        for policy, number, first in (
+            (
+                "policy 'short-lived' sets message-ttl, max-length, expires",
+                2,
+                TOPOLOGY.level_queue(64),
+            ),
+            ("policy 'strict' sets max-length", 1, TOPOLOGY.parking_queue),
+            ("operator policy 'guard' sets message-ttl", 1, TOPOLOGY.level_queue(1)),
+        )
     }
 
-    def both_are_named() -> bool:
-        return set(verified(connection, rabbitmq.management_url).differences) == expected
+    def further() -> set[str] | None:
+        found = set(verified(connection, url).differences)
+        return found - expected if expected < found else None
 
-    wait_until(both_are_named)
-    for policy in ("short-lived", "strict"):
+    (further_one,) = wait_until(further)
+    assert all(key in further_one for key in retrying)
+    for policy in ("short-lived", "strict", "retrying"):
         rabbitmq.api("DELETE", f"/policies/{vhost}/{policy}")
-
-    def clean_again() -> bool:
-        return verified(connection, rabbitmq.management_url).differences == []
-
-    wait_until(clean_again)
+    rabbitmq.api("DELETE", f"/operator-policies/{vhost}/guard")
+    wait_until(lambda: verified(connection, url).differences == [])
 
 
 def test_the_documented_pattern_matches_no_level_queue() -> None:
@@ -206,33 +201,6 @@ def test_the_documented_pattern_matches_no_level_queue() -> None:
     ours = [each.queue for each in Topology(DelaySettings()).level_queues]
     names = ["celery", "celery_delayed_orders", *ours]
     assert [name for name in names if re.search(pattern, name)] == names[:2]
-
-
-def set_operator_policy(rabbitmq: PrivateRabbitMQ, vhost: str) -> None:
-    body = {"pattern": r"level-00$", "definition": {"message-ttl": 1000}, "apply-to": "queues"}
-    rabbitmq.api("PUT", f"/operator-policies/{vhost}/guard", body)
-
-
-def policies_named(connection: Any, management_url: str) -> list[str]:
-    """The findings of verify about policies, once the broker has applied them."""
-
-    def named() -> list[str] | None:
-        return verified(connection, management_url).differences or None
-
-    return [sentence.partition(" such as ")[0] for sentence in wait_until(named)]
-
-
-@on_one_version
-def test_verify_finds_policies_with_the_monitoring_tag(
-    rabbitmq: PrivateRabbitMQ, connection: Any, vhost: str
-) -> None:
-    rabbitmq.add_user(f"watch-{vhost}", "watch", vhost=vhost, tags="monitoring")
-    url = rabbitmq.management_url.replace("://", f"://watch-{vhost}:watch@")
-    assert verified(connection, url).differences == []
-    set_operator_policy(rabbitmq, vhost)
-    assert policies_named(connection, url) == [
-        "operator policy 'guard' sets message-ttl on 1 delay queue(s)"
-    ]
 
 
 # ---- without the management API ----------------------------------------------------------------
@@ -302,11 +270,7 @@ def test_status_counts_messages_stuck_in_dead_lettering(
     with Connection(vhost_url, transport_options={"confirm_publish": True}) as stranger:
         for _ in range(3):
             publish(stranger, "stuck", TOPOLOGY.level_queue(1))
-
-    def three_stuck() -> bool:
-        return counted(connection, rabbitmq.management_url).stuck == 3
-
-    wait_until(three_stuck)
+    wait_until(lambda: counted(connection, rabbitmq.management_url).stuck == 3)
 
 
 @on_one_version
@@ -318,11 +282,7 @@ def test_status_counts_messages_in_landing_queues(
     declare_exchange(connection, "news", "fanout")
     for _ in range(3):
         publish(connection, "held", "", exchange="news", delay=1)
-
-    def three_held() -> bool:
-        return counted(connection, rabbitmq.management_url).stuck == 3
-
-    wait_until(three_held)
+    wait_until(lambda: counted(connection, rabbitmq.management_url).stuck == 3)
     delays, api = delays_of(connection), api_of(connection, rabbitmq.management_url)
     found = examine(delays, api, status(delays, api))
     (held,) = [finding for finding in found if finding.level == WRONG]
@@ -345,21 +305,17 @@ def shop(project: Project, rabbitmq: PrivateRabbitMQ, vhost_url: str) -> Project
 
 
 @on_one_version
-def test_declare_then_doctor(shop: Project, rabbitmq: PrivateRabbitMQ, vhost_url: str) -> None:
+def test_declare_then_doctor(shop: Project, vhost_url: str) -> None:
     done = shop.delay("doctor")
     assert done.returncode == 1
     assert f"wrong: delay levels: {LEVEL}: queue is missing" in done.stdout.splitlines()
-
     [line] = shop.lines("declare")
     assert line.startswith(f"declared {TOPOLOGY.name} and 2 binding(s) in ")
     told = shop.told("declare")
-    assert told.keys() == {"name", "declared", "mirrored", "seconds"}
-    assert (told["name"], told["declared"], told["mirrored"]) == (TOPOLOGY.name, True, 2)
-
-    done = shop.delay("doctor")
-    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "healthy")
+    assert told.pop("seconds") >= 0
+    assert told == {"name": TOPOLOGY.name, "declared": True, "mirrored": 2}
+    assert shop.lines("doctor")[-1] == "healthy"
     told = shop.told("doctor")
-    assert told.keys() == {"healthy", "findings"}
     assert told["healthy"] is True
     assert {finding["level"] for finding in told["findings"]} <= {ADVICE}
 
@@ -370,26 +326,13 @@ def test_declare_then_doctor(shop: Project, rabbitmq: PrivateRabbitMQ, vhost_url
             assert letters.wait_for(1)[0].body == "hello"
         stranger.default_channel.queue_delete(TOPOLOGY.level_queue(128))
     told = shop.told("doctor", status=1)
-    assert told["healthy"] is False
-    assert told["findings"][0] == {
-        "check": "delay levels",
-        "level": WRONG,
-        "problem": f"{TOPOLOGY.level_queue(128)}: queue is missing",
-        "remedy": "start an installed worker, or run `celery -A PROJ delay declare`",
-    }
+    assert (told["healthy"], told["findings"][0]["check"]) == (False, "delay levels")
+    assert told["findings"][0]["problem"] == f"{TOPOLOGY.level_queue(128)}: queue is missing"
+    assert "`celery -A PROJ delay declare`" in told["findings"][0]["remedy"]
 
     shop.write(APP, vhost_url, management_url=NOBODY_LISTENS)
-    done = shop.delay("doctor")
-    assert done.returncode == 1
-    assert "not checked: delay levels: levels and policies: " in done.stdout
-    assert shop.delay("declare").returncode == 0
-    assert shop.delay("doctor").returncode == 0
-
-
-REMEDY_OF_PARKED = (
-    "see `celery -A PROJ delay parked list` and repair their destinations; then workers deliver "
-    "them"
-)
+    assert "not checked: delay levels: levels and policies: " in shop.delay("doctor").stdout
+    assert [shop.delay(each).returncode for each in ("doctor", "declare", "doctor")] == [1, 0, 0]
 
 
 @on_one_version
@@ -408,12 +351,9 @@ def test_status_prints_levels_waiting_parked_and_stuck_messages(
         publish(connection, "lost", "gone", delay=1)
         for delay in (100, 220, 230):
             publish(connection, "later", "orders", delay=delay)
-
-        def one_parked() -> bool:
-            return parked_count(connection, SLOW_TOPOLOGY) == 1
-
-        wait_until(one_parked)
-    assert shop.lines("status") == [
+        wait_until(lambda: parked_count(connection, SLOW_TOPOLOGY) == 1)
+    lines = shop.lines("status")
+    assert lines[:7] == [
         "level queue ttl waiting stuck",
         f"{SLOW_TOPOLOGY.level_queue(64)} 1 min 4 s 1 0",
         f"{SLOW_TOPOLOGY.level_queue(128)} 2 min 8 s 2 0",
@@ -421,10 +361,10 @@ def test_status_prints_levels_waiting_parked_and_stuck_messages(
         "next due within 2 min 8 s",
         "parked 1",
         "stuck 0",
-        "native_delay_store shows more: which tasks wait, and which are overdue",
-        "wrong: parked: 1 message(s) are parked: they were due, and no queue was bound for them",
-        REMEDY_OF_PARKED,
     ]
+    assert "native_delay_store shows more" in lines[7]
+    assert lines[8].startswith("wrong: parked: 1 message(s) are parked: ")
+    assert "see `celery -A PROJ delay parked list`" in lines[9]
     told = shop.told("status")
     assert told["name"] == SLOW_TOPOLOGY.name
     assert (told["waiting"], told["parked"], told["stuck"]) == (3, 1, 0)
@@ -478,12 +418,7 @@ def test_parked_messages_are_listed_requeued_and_purged(shop: Project, vhost_url
         for number, queue in enumerate(["orders", "gone", "orders"]):
             headers = {"task": "shop.remind", "id": f"id-{number}"}
             publish(connection, number, queue, delay=0.5, headers=headers)
-            parked = number + 1
-
-            def parks() -> bool:
-                return parked_count(connection) == parked  # noqa: B023  (called here only)
-
-            wait_until(parks)
+            wait_until(lambda parked=number + 1: parked_count(connection) == parked)
 
         first, second = shop.told("parked", "list"), shop.told("parked", "list")
         assert first == second, "listing has moved them"
@@ -501,18 +436,12 @@ def test_parked_messages_are_listed_requeued_and_purged(shop: Project, vhost_url
         assert shop.lines("parked", "requeue") == [
             "2 parked message(s) delivered, 0 waiting again, 0 expired, 1 still parked"
         ]
-        assert shop.told("parked", "requeue") == {
-            "delivered": 0,
-            "waiting_again": 0,
-            "expired": 0,
-            "still_parked": 1,
-        }
+        told = {"delivered": 0, "waiting_again": 0, "expired": 0, "still_parked": 1}
+        assert shop.told("parked", "requeue") == told
         with inbox(vhost_url, "orders") as letters:
             assert sorted(arrival.body for arrival in letters.wait_for(2)) == [0, 2]
 
         done = shop.delay("parked", "purge", answer="n\n")
-        assert done.returncode == 1
-        assert done.stdout == ""
         assert f"Delete all messages in {TOPOLOGY.parking_queue}?" in done.stderr
         assert parked_count(connection) == 1
         assert shop.lines("parked", "purge", "-f") == ["1 parked message(s) deleted"]
@@ -520,25 +449,11 @@ def test_parked_messages_are_listed_requeued_and_purged(shop: Project, vhost_url
         assert parked_count(connection) == 0
 
 
-# ---- errors ----------------------------------------------------------------------------------
-
-
-DEAD_URL = "amqp://guest:guest@127.0.0.1:9//"
-"""A privileged port where nobody listens."""
-
-
-def the_error(done: subprocess.CompletedProcess[str]) -> str:
-    """The printed error; fails if there is other output."""
-    assert done.returncode != 0
-    assert done.stdout == ""
-    [sentence] = [line for line in done.stderr.splitlines() if line.startswith("Error: ")]
-    assert done.stderr.endswith(f"{sentence}\n")
-    return sentence.removeprefix("Error: ")
-
-
 @on_one_version
 def test_a_wrong_password_is_a_one_line_error(shop: Project, vhost_url: str) -> None:
     shop.write(APP, vhost_url.replace("guest:guest", "guest:mistyped"))
-    sentence = the_error(shop.delay("status"))
-    assert "ACCESS_REFUSED" in sentence
-    assert "mistyped" not in sentence
+    done = shop.delay("status")
+    assert (done.returncode, done.stdout) == (1, "")
+    *_, last = done.stderr.splitlines()
+    assert re.match("Error: .*ACCESS_REFUSED", last)
+    assert "mistyped" not in done.stderr

@@ -1,9 +1,9 @@
-"""Delayed publishing on Redis with kombu."""
+"""Delayed publishing on Redis with kombu, and the promoter's loop."""
 
 from __future__ import annotations
 
-import json
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from time import time_ns
 from typing import Any
 
@@ -12,20 +12,16 @@ from kombu import Connection, Queue
 from kombu.transport import redis as kombu_redis
 
 from celery_native_delay import UnsupportedBroker, redis_server
-from celery_native_delay.message import HEADER
 from celery_native_delay.redis_server import Server
-from celery_native_delay.testing import PrivateRedis
+from celery_native_delay.testing import PrivateRedis, private_redis, require_redis
 from celery_native_delay.transports.redis import delays as module
-from celery_native_delay.transports.redis.keys import Destination
-from tests.integration.redis_traffic import (
-    connector,
-    delaying,
-    delays_of,
-    entries,
-    promoting,
-    store_of,
-)
-from tests.traffic import DIRECT, QUEUES, TOPIC, eta_in, inbox, publish
+from celery_native_delay.transports.redis import promoter as promoters
+from celery_native_delay.transports.redis.keys import Destination, entry_of
+from celery_native_delay.transports.redis.promoter import RedisPromoter
+from pytest_celery_native_delay import installed
+from tests.brokers import self_signed_certificate
+from tests.integration.redis_traffic import connector, delaying, delays_of, promoting, store_of
+from tests.traffic import QUEUES, eta_in, inbox, publish
 from tests.waiting import wait_until
 
 WITH_BATCH = hasattr(kombu_redis, "PublishBatch")  # kombu 5.7
@@ -41,64 +37,6 @@ def make_due(connection: Any) -> None:
     store = store_of(connection)
     for member in store.client.zrange(store.keys.due, 0, -1):
         store.client.zadd(store.keys.due, {member: 0})
-
-
-def lists(server: PrivateRedis) -> dict[str, list[Any]]:
-    """All lists on the server, with decoded messages, without ids and ETAs."""
-    found = {}
-    for key in server.client.scan_iter():
-        if server.client.type(key) == b"list":
-            envelopes = [json.loads(raw) for raw in server.client.lrange(key, 0, -1)]
-            for envelope in envelopes:
-                envelope["properties"].pop("delivery_tag")
-                envelope["headers"].pop("eta", None)
-                envelope["headers"].pop(HEADER, None)
-            found[key.decode()] = envelopes
-    return found
-
-
-# ---- destination and content -------------------------------------------------------------------
-
-ROUTES: dict[str, dict[str, Any]] = {
-    "default exchange": {"routing_key": "default"},
-    "a queue nobody declared": {"routing_key": "nobody"},
-    "topic": {"exchange": TOPIC, "routing_key": "orders.today.late"},
-    "topic, two queues": {"exchange": TOPIC, "routing_key": "orders.urgent"},
-    "topic, no queue": {"exchange": TOPIC, "routing_key": "parcels"},
-    "direct, two queues": {"exchange": DIRECT, "routing_key": "invoice"},
-}
-
-
-@pytest.mark.parametrize(
-    ("route", "priority", "prefix"),
-    [*zip(ROUTES, [None, 0, 3, 5, 6, 9], ["", "pfx:", "{queue}:"] * 2, strict=True)],
-)
-def test_a_delayed_message_goes_to_the_lists_of_the_immediate_one(
-    empty_redis: PrivateRedis, route: str, priority: int | None, prefix: str
-) -> None:
-    found = []
-    for delayed in (False, True):
-        empty_redis.client.flushall()
-        options = {"global_keyprefix": prefix} if prefix else {}
-        with delaying(empty_redis.url, transport_options=options) as connection:
-            for queue in QUEUES:
-                queue(connection.default_channel).declare()
-            body = {"text": "äöü", "empty": [], "big": 12345678901234567}
-            headers = {"id": "task-1", "customer": {"n": 1.0}}
-            connection.Producer().publish(
-                body,
-                headers=headers | ({"eta": eta_in(60)} if delayed else {}),
-                priority=priority,
-                correlation_id="c-1",
-                **ROUTES[route],
-            )
-            if delayed:
-                assert lists(empty_redis) == {}
-                make_due(connection)
-                promote_all(connection)
-                assert entries(store_of(connection)) == 0
-            found.append(lists(empty_redis))
-    assert found[0] == found[1]
 
 
 def test_a_requeued_message_does_not_wait_again(empty_redis: PrivateRedis) -> None:
@@ -133,7 +71,7 @@ def test_a_delayed_message_extends_the_ttl_of_its_queue(empty_redis: PrivateRedi
 
 
 @pytest.mark.skipif(not WITH_BATCH, reason="kombu 5.7 brought batches")
-@pytest.mark.parametrize("prefix", ["", "pfx:"])
+@pytest.mark.parametrize("prefix", ["", "pfx:", "{queue}:"])
 def test_kombus_producer_batch_delays_messages_with_an_eta(
     empty_redis: PrivateRedis, prefix: str
 ) -> None:
@@ -256,3 +194,92 @@ def test_a_channel_that_outlives_its_connection_closes_without_an_error(
             return connection.default_channel.basic_get("default", no_ack=True)
 
         wait_until(restored)
+
+
+# ---- the promoter goes on after lost connections and servers -------------------------------------
+
+
+def blocked_clients(server: PrivateRedis) -> int:
+    """The number of promoters that block on the wake-up marker."""
+    return int(server.client.info("clients")["blocked_clients"])
+
+
+def test_a_promoter_finds_messages_without_a_wake_up_marker(
+    empty_redis: PrivateRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A promoter that took the marker has died; others look after their longest sleep at latest."""
+    monkeypatch.setattr(promoters, "LONGEST_SLEEP_SECONDS", 0.5)
+    with (
+        delaying(empty_redis.url) as connection,
+        promoting(connector(empty_redis.url)),
+        inbox(connection, "jobs") as received,
+    ):
+        wait_until(lambda: blocked_clients(empty_redis) == 1)
+        store = store_of(connection)
+        entry = entry_of(Destination(("other",)), "{}")
+        store.client.hset(store.keys.messages, "unknown", entry)
+        store.client.zadd(store.keys.due, {"unknown": store.now_us()})
+        wait_until(lambda: store.census().waiting == 0)
+        assert not received.arrivals
+
+
+def test_a_message_that_its_destination_refuses_is_parked_and_logged(
+    empty_redis: PrivateRedis, caplog: pytest.LogCaptureFixture
+) -> None:
+    empty_redis.client.set("poison", "no list")
+    with delaying(empty_redis.url) as connection, promoting(connector(empty_redis.url)) as promoter:
+        publish(connection, "bad", "poison", delay=0.2)
+        publish(connection, "good", "jobs", delay=0.3)
+        wait_until(lambda: promoter.promoted == 1)
+        assert promoter.parked == 1
+    assert "parked 1 message(s) that their queue has refused: WRONGTYPE" in caplog.text
+
+
+def test_promoting_goes_on_after_the_server_was_killed(own_redis: PrivateRedis) -> None:
+    """The server writes its append-only file before every answer, so SIGKILL loses nothing."""
+    own_redis.client.config_set("appendfsync", "always")
+    with promoting(connector(own_redis.url)) as promoter:
+        with delaying(own_redis.url) as connection:
+            for number in range(20):
+                publish(connection, number, "jobs", delay=2)
+        own_redis.kill()
+        own_redis.start()
+        wait_until(lambda: promoter.promoted == 20)
+    assert own_redis.client.llen("jobs") == 20
+
+
+def test_over_tls_an_earlier_arrival_wakes_the_promoter_up_and_it_stops_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It sleeps for a message due in an hour when a nearer one is published, and at its stop.
+
+    On Redis only: the Valkey of the wheel has no TLS.
+    """
+    monkeypatch.setattr(promoters, "LONGEST_SLEEP_SECONDS", 3600)
+    installed(require_redis, "redis")
+    with private_redis(server="redis", tls=self_signed_certificate(tmp_path)) as server:
+        assert server.url.startswith("rediss://")
+        with (
+            promoting(connector(server.url)),
+            delaying(server.url) as connection,
+            inbox(connection, "jobs") as received,
+        ):
+            publish(connection, "far", "jobs", delay=3600)
+            wait_until(lambda: blocked_clients(server) == 1)
+            publish(connection, "near", "jobs", delay=0.5)
+            assert received.wait_for(1)[0].body == "near"
+            wait_until(lambda: blocked_clients(server) == 1)
+
+
+def test_a_promoter_logs_why_it_cannot_connect_and_retries(
+    empty_redis: PrivateRedis, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refusing(**_: Any) -> Any:
+        raise ConnectionRefusedError("nobody there")
+
+    promoter = RedisPromoter(refusing)
+    with promoting(refusing):
+        wait_until(lambda: "nobody there" in caplog.text)
+    assert "promoting stopped, next attempt in 0.1 s: ConnectionRefusedError" in caplog.text
+    promoter.stop()
+    promoter.run()

@@ -15,13 +15,7 @@ from typing import Any
 import pytest
 from kombu import Queue
 
-from celery_native_delay import (
-    CannotDelay,
-    TopologyMismatch,
-    UnsupportedBroker,
-    register_transports,
-)
-from celery_native_delay.transports.sqs import delays
+from celery_native_delay import CannotDelay, TopologyMismatch, UnsupportedBroker
 from celery_native_delay.transports.sqs import relay as relay_module
 from celery_native_delay.transports.sqs.queues import attributes_of
 from example_project.private_sqs import PrivateSqs
@@ -42,42 +36,12 @@ pytestmark = [pytest.mark.ci, pytest.mark.usefixtures("short_hops")]
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture
-def sqs(shared_sqs: PrivateSqs, monkeypatch: pytest.MonkeyPatch) -> PrivateSqs:
-    """An SQS without queues, in a process that has logged no warning yet."""
-    register_transports()
-    shared_sqs.wipe()
-    monkeypatch.setattr(delays, "_said", set())
-    monkeypatch.setattr(relay_module, "LONG_POLL_SECONDS", 1)  # it outlives the relay that asked
-    return shared_sqs
-
-
 def make_delay_queue(sqs: PrivateSqs, queue: str = "jobs", **changed: str) -> str:
     """Create the delay queue of *queue*, with some attributes changed; its URL."""
     attributes = {**attributes_of({}), **changed}
     name = f"{queue}-delay.fifo"
     made = sqs.client.create_queue(QueueName=name, Attributes=attributes)
     return str(made["QueueUrl"])
-
-
-# ---- hops --------------------------------------------------------------------------------------
-
-
-def test_a_message_arrives_when_due_after_0_to_3_hops(sqs: PrivateSqs) -> None:
-    """Without a hop it waits in its own queue, else in the delay queue."""
-    with delaying(sqs.url) as connection, relaying(lambda: delaying(sqs.url), "jobs") as relay:
-        assert "jobs-delay.fifo" in part_of(connection, "jobs").prepare(sqs.url)
-        for delay in (0.9, 1.9, 2.9, 3.9):
-            publish(connection, delay, "jobs", delay=delay, headers={"customer": 7})
-        with delaying(sqs.url) as consumer, inbox(consumer, "jobs") as received:
-            arrivals = received.wait_for(4)
-        wait_until(lambda: waiting_on(sqs) == 0)
-    assert [arrival.body for arrival in arrivals] == [0.9, 1.9, 2.9, 3.9]
-    for arrival in arrivals:
-        assert arrival.lateness_seconds >= 0
-        assert arrival.waited
-        assert arrival.message.headers["customer"] == 7
-    assert relay.promoted == 3
 
 
 def test_message_attributes_are_kept_over_hops(sqs: PrivateSqs) -> None:
@@ -345,13 +309,3 @@ def test_only_the_apps_queues_are_counted_and_purged(sqs: PrivateSqs) -> None:
     assert waiting_on(sqs) == 0
     assert waiting_on(sqs, "foreign-delay.fifo") == 1
     assert "nobody" not in str(sqs.client.list_queues())
-
-
-def test_while_its_delay_queue_is_gone_a_message_goes_to_its_own_queue(sqs: PrivateSqs) -> None:
-    """A producer that knew the delay queue looks again."""
-    url = make_delay_queue(sqs)
-    with delaying(sqs.url) as connection, inbox(connection, "jobs") as received:
-        publish(connection, "lost", "jobs", delay=60)
-        sqs.client.delete_queue(QueueUrl=url)
-        publish(connection, "hello", "jobs", delay=60)
-        assert received.wait_for(1)[0].body == "hello"

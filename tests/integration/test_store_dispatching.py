@@ -12,11 +12,10 @@ from time import sleep, time
 from typing import Any
 
 import pytest
-from celery import Celery
 from kombu import Connection, Exchange, Queue
 from sqlalchemy import create_engine, text
 
-from celery_native_delay import Delay, DelaySettings, StoreUnavailable, UnsupportedBroker, install
+from celery_native_delay import DelaySettings, UnsupportedBroker
 from celery_native_delay.store import interface
 from celery_native_delay.store.dispatcher import Dispatcher
 from celery_native_delay.store.entry import StoreEntry
@@ -27,7 +26,7 @@ from celery_native_delay.transports.rabbitmq.from_store import RowPublisher
 from tests.conformance.brokers import Broker, options_of, running_broker, settings_of
 from tests.conformance.traffic import delaying, waiting_count
 from tests.integration.project import Project
-from tests.traffic import PATIENCE_SECONDS, beside, inbox, publish, send_task
+from tests.traffic import PATIENCE_SECONDS, beside, inbox, publish
 from tests.waiting import wait_until
 
 
@@ -204,19 +203,6 @@ def away(store: Path) -> Iterator[None]:
         nothing.rmdir()
 
 
-def test_a_delayed_publish_raises_while_the_store_is_unreachable(folder_url: str) -> None:
-    """Undelayed messages are published as ever."""
-    with delaying(folder_url) as connection, inbox(connection, "jobs") as received:
-        publish(connection, "before", "jobs", delay=60)
-        with away(space_of(folder_url) / "delays.db"):
-            with pytest.raises(StoreUnavailable, match=r"delays\.db does not work: unable to open"):
-                publish(connection, "lost?", "jobs", delay=60)
-            publish(connection, "now", "jobs")
-            assert received.wait_for(1)[0].body == "now"
-        publish(connection, "after", "jobs", delay=60)
-        assert waiting_count(connection) == 2
-
-
 def test_a_broker_that_is_away_is_tried_again_and_its_messages_are_not_to_blame(
     folder_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -353,31 +339,3 @@ with Connection("memory://", transport_options={"native_delay": settings}) as co
 
 
 # ---- changes of waiting tasks -------------------------------------------------------------------
-
-
-@pytest.fixture
-def app(url: str) -> Iterator[Celery]:
-    app = Celery("shop", broker=url, set_as_current=False)
-    app.conf.broker_transport_options = options_of(url)
-    with install(app, **settings_of(url)):
-        yield app
-
-
-def store_of_app(app: Celery) -> Store:
-    with app.connection_for_write() as connection:
-        return store_of(connection)
-
-
-def test_an_unreachable_store_raises_store_unavailable(app: Celery, delay: Delay) -> None:
-    send_task(app, 1, countdown=3600)
-    store: Any = store_of_app(app)
-    nowhere: Any = store_at("sqlite:////nowhere/delays.db", "x", timeout_seconds=5)
-    present, store.engine = store.engine, nowhere.engine
-    try:
-        with pytest.raises(StoreUnavailable, match="unable to open database file"):
-            delay.count()
-        with pytest.raises(StoreUnavailable):
-            delay.cancel("order-1")
-    finally:
-        store.engine = present
-    assert delay.count() == 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from queue import Empty, Queue
 from threading import Thread
@@ -69,24 +69,16 @@ def database_url(
 
 def django_settings(url: str) -> dict[str, Any]:
     place = make_url(url)
-    if place.get_backend_name() == "sqlite":
-        return {"ENGINE": "django.db.backends.sqlite3", "NAME": place.database}
-    if place.get_backend_name() == "mysql":
+    kind = {"mysql": "mysql", "sqlite": "sqlite3"}.get(place.get_backend_name(), "postgresql")
+    if kind == "mysql":
         pymysql = pytest.importorskip("pymysql")
         pymysql.version_info = (2, 2, 7, "final", 0)  # as Django asks of mysqlclient
         pymysql.install_as_MySQLdb()
-        return {
-            "ENGINE": "django.db.backends.mysql",
-            "NAME": place.database,
-            "USER": place.username,
-            "HOST": place.query["unix_socket"],
-        }
-    return {
-        "ENGINE": "django.db.backends.postgresql",
-        "NAME": place.database,
-        "USER": place.username,
-        "HOST": place.query["host"],
-    }
+    settings = {"ENGINE": f"django.db.backends.{kind}", "NAME": place.database}
+    if kind != "sqlite3":
+        settings["USER"] = place.username
+        settings["HOST"] = place.query["unix_socket" if kind == "mysql" else "host"]
+    return settings
 
 
 @pytest.fixture(scope="module")
@@ -168,6 +160,14 @@ def waiting(app: Celery) -> list[str]:
     return [task.id for task in Delay(app).ls().tasks]
 
 
+@contextmanager
+def rolled_back(transaction: Any) -> Iterator[None]:
+    """Send in a transaction that is rolled back."""
+    with suppress(ZeroDivisionError), transaction:
+        yield
+        raise ZeroDivisionError
+
+
 def dispatch(app: Celery, count: int) -> None:
     """Run a dispatcher until it has published so many tasks."""
     with app.connection_for_write() as connection:
@@ -184,18 +184,16 @@ def taken(app: Celery) -> int:
 
 
 def test_a_task_is_sent_if_and_only_if_its_transaction_commits(app: Celery, atomic: Any) -> None:
-    with suppress(ZeroDivisionError), atomic():
+    with rolled_back(atomic()):
         send(app, 1)
         send(app, 2, countdown=HOUR_SECONDS)
-        raise ZeroDivisionError
     assert (sent(app), waiting(app)) == ([], [])
     with atomic():
         send(app, 3)
         send(app, 4, countdown=HOUR_SECONDS)
-        with suppress(ZeroDivisionError), atomic():  # a savepoint
+        with rolled_back(atomic()):  # a savepoint
             send(app, 5)
             send(app, 6, countdown=HOUR_SECONDS)
-            raise ZeroDivisionError
         with atomic():
             send(app, 7)
         assert sent(app) == []
@@ -224,9 +222,8 @@ def test_every_way_to_send_joins_the_transaction(app: Celery, atomic: Any) -> No
         debounced = remind.s(1).set(task_id="debounced")
         Delay(app).debounce(debounced, key="user:1", seconds=HOUR_SECONDS)
 
-    with suppress(ZeroDivisionError), atomic():
+    with rolled_back(atomic()):
         send_all()
-        raise ZeroDivisionError
     assert (sent(app), waiting(app)) == ([], [])
     with atomic():
         send_all()
@@ -239,10 +236,9 @@ def test_every_way_to_send_joins_the_transaction(app: Celery, atomic: Any) -> No
 
 def test_a_cancel_in_a_transaction_is_undone_with_it(app: Celery, atomic: Any) -> None:
     send(app, 1, countdown=HOUR_SECONDS)
-    with suppress(ZeroDivisionError), atomic():
+    with rolled_back(atomic()):
         Delay(app).cancel("order-1")
         assert waiting(app) == []
-        raise ZeroDivisionError
     assert waiting(app) == ["order-1"]
     with atomic():
         Delay(app).cancel("order-1")
@@ -250,14 +246,18 @@ def test_a_cancel_in_a_transaction_is_undone_with_it(app: Celery, atomic: Any) -
 
 
 def test_outside_the_transaction_a_task_is_sent_at_once(app: Celery, atomic: Any) -> None:
-    with suppress(ZeroDivisionError), atomic():
+    """In ``outside_transaction``, or with ``native_delay_store_transactions`` off."""
+    with rolled_back(atomic()):
         with outside_transaction(app):
             send(app, 1)
             assert sent(app) == ["order-1"]
             send(app, 2, countdown=HOUR_SECONDS)
         send(app, 3)
-        raise ZeroDivisionError
     assert (sent(app), waiting(app)) == ([], ["order-2"])
+    install(app, store_transactions=False, namespace="off")
+    with rolled_back(atomic()):
+        send(app, 4)
+    assert sent(app) == ["order-4"]
 
 
 def test_a_send_leaves_the_users_connection_as_it_is(
@@ -305,9 +305,8 @@ def test_sqlalchemys_transaction_sends_tasks_too(
         session.execute(orders.insert().values(number=1))
         send(app, 1)
         send(app, 2, countdown=HOUR_SECONDS)
-        with suppress(ZeroDivisionError), session.begin_nested():
+        with rolled_back(session.begin_nested()):
             send(app, 3)
-            raise ZeroDivisionError
         assert sent(app) == []
         session.commit()
         assert sent(app) == ["order-1"]
@@ -354,11 +353,10 @@ def test_the_names_of_tables_begin_as_djangos_setting_or_the_url_says(
 ) -> None:
     from django.test import override_settings
 
-    for number in (1, 2):
-        with suppress(ZeroDivisionError), atomic():
+    for number, ends in ((1, rolled_back(atomic())), (2, atomic())):
+        with ends:
             send(app, number)
             send(app, number + 10, countdown=HOUR_SECONDS)
-            1 // (number - 1)
     assert (sent(app), waiting(app)) == (["order-2"], ["order-12"])
     tables = {name for name in inspect(engine).get_table_names() if "delay_" in name}
     assert tables == {"shop_delay_task", "shop_delay_record"}
@@ -378,10 +376,9 @@ def test_the_names_of_tables_begin_as_djangos_setting_or_the_url_says(
             send(app, number + 10, countdown=HOUR_SECONDS)
             getattr(session, end)()
     assert (sent(app), waiting(app)) == (["order-4"], ["order-12", "order-14"])
+    asked = text("SELECT 'native_delay_task'")
     with engine.connect() as connection, connection.begin():  # it is the user's again
-        assert (
-            connection.execute(text("SELECT 'native_delay_task'")).scalar() == "native_delay_task"
-        )
+        assert connection.execute(asked).scalar() == "native_delay_task"
     install(app, store=f"{database_url}{mark}native_delay_prefix=other_")
     with (
         create_engine("sqlite://").connect() as connection,
@@ -430,43 +427,22 @@ def test_two_transactions_may_use_a_new_key_at_the_same_time(
 def test_a_transaction_that_cannot_commit_is_refused_before_anything_is_sent(
     app: Celery, database_url: str, engine: Engine, migrated: Any, tmp_path: Any
 ) -> None:
-    install(app, store=database_url)
-    other = create_engine(f"sqlite:///{tmp_path}/other.db")
-    with (
-        engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection,
-        pytest.raises(CannotDelay, match="AUTOCOMMIT"),
-        in_transaction(app, connection),
-    ):
-        send(app, 1)
-    with (
-        other.connect() as connection,
-        pytest.raises(CannotDelay, match="no table native_delay_task"),
-        in_transaction(app, connection),
-    ):
-        send(app, 2)
-    with pytest.raises(TypeError, match="expected a Session"), in_transaction(app, engine):
-        send(app, 3)
+    """In AUTOCOMMIT, in another database, in none; and beside a store that joins none."""
+    redis, other = "redis://127.0.0.1:1/0", create_engine(f"sqlite:///{tmp_path}/other.db")
+    at_once = engine.connect().execution_options(isolation_level="AUTOCOMMIT")
+    with at_once, other.connect() as elsewhere, engine.connect() as connection:
+        refusals: list[tuple[Any, ...]] = [
+            (database_url, at_once, CannotDelay, "AUTOCOMMIT"),
+            (database_url, elsewhere, CannotDelay, "no table native_delay_task"),
+            (database_url, engine, TypeError, "expected a Session"),
+            (redis, connection, NoStore, "the database of the transaction"),
+        ]
+        for store, place, error, said in refusals:
+            install(app, store=store)
+            with pytest.raises(error, match=said), in_transaction(app, place):
+                send(app, 1)
     assert sent(app) == []
     other.dispose()
-
-
-def test_a_store_in_redis_joins_no_transaction(app: Celery, engine: Engine) -> None:
-    install(app, store="redis://127.0.0.1:1/0")
-    with (
-        engine.connect() as connection,
-        pytest.raises(NoStore, match="the database of the transaction"),
-        in_transaction(app, connection),
-    ):
-        send(app, 1)
-    assert sent(app) == []
-
-
-def test_with_store_transactions_off_a_task_is_sent_at_once(app: Celery, atomic: Any) -> None:
-    install(app, store_transactions=False, namespace="off")
-    with suppress(ZeroDivisionError), atomic():
-        send(app, 1)
-        raise ZeroDivisionError
-    assert sent(app) == ["order-1"]
 
 
 def test_a_database_without_the_tables_is_named_with_the_way_out(
