@@ -21,10 +21,8 @@ from tests.integration.traffic import (
     delaying,
     delays_of,
     inbox,
-    parked_count,
 )
 from tests.traffic import publish
-from tests.waiting import wait_until
 
 APP = """
 from celery import Celery
@@ -122,9 +120,6 @@ def test_delay_declare_binds_queues_with_no_declare_and_names_missing_ones(
     assert shop.told("doctor")["healthy"] is True
 
 
-# ---- a connection that may not declare -----------------------------------------------------
-
-
 def test_a_publish_without_levels_names_both_remedies(vhost_url: str) -> None:
     """It declares nothing; delays work as soon as somebody else has declared the levels."""
     with delaying(vhost_url, declare=False) as connection:
@@ -192,22 +187,3 @@ def test_users_declarations_leave_declared_objects_unchanged(
         channel.queue_delete("orders")
     # With the queue RabbitMQ removes its bindings.
     assert {json.loads(each)[0] for each in before - ours()} <= {"bindings"}
-
-
-def test_a_user_without_configure_permission_delays_to_every_exchange(
-    shop: Project, rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str
-) -> None:
-    """A fanout exchange as well, although its type cannot be asked for."""
-    shop.delay("declare")
-    limited = rabbitmq.add_user(f"limited-{vhost}", "secret", configure="", vhost=vhost)
-    settings = {"namespace": "celery_delay", "resolution": 0.125, **SMALL}
-    with delaying(limited, **settings) as connection:
-        publish(connection, "by name", "few", delay=0.2)
-        publish(connection, "topic", "a.parcel/x.b", exchange="shop", delay=0.2)
-        publish(connection, "fanout", "", exchange="news", delay=0.2)
-    with inbox(limited, "few", "parcels", "news", **settings) as letters:
-        came = {arrival.queue: arrival.body for arrival in letters.wait_for(3)}
-    assert came == {"few": "by name", "parcels": "topic", "news": "fanout"}
-    with Connection(vhost_url) as stranger:
-        topology = Topology(DelaySettings.from_mapping(SMALL))
-        wait_until(lambda: parked_count(stranger, topology) == 0)

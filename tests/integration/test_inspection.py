@@ -163,7 +163,7 @@ def test_verify_finds_policies_on_delay_queues(
     if rabbitmq.version.startswith("4."):
         retrying |= {"delayed-retry-type": "all", "delayed-retry-min": 1000}
     rabbitmq.set_policy(vhost, "retrying", r"\.level-05$", retrying)
-    guard = {"pattern": r"level-00$", "definition": {"message-ttl": 1000}, "apply-to": "queues"}
+    guard = {"pattern": r"level-02$", "definition": {"message-ttl": 1000}, "apply-to": "queues"}
     rabbitmq.api("PUT", f"/operator-policies/{vhost}/guard", guard)
     effect = "delayed messages may come early or get lost"
     expected = {
@@ -175,7 +175,7 @@ def test_verify_finds_policies_on_delay_queues(
                 TOPOLOGY.level_queue(64),
             ),
             ("policy 'strict' sets max-length", 1, TOPOLOGY.parking_queue),
-            ("operator policy 'guard' sets message-ttl", 1, TOPOLOGY.level_queue(1)),
+            ("operator policy 'guard' sets message-ttl", 1, TOPOLOGY.level_queue(4)),
         )
     }
 

@@ -274,9 +274,7 @@ def test_a_user_without_configure_permission(
         with delaying(vhost_url) as admin:
             delays_of(admin).prepare()
         publish(connection, "later", "q.orders", delay=0.5)
-        came = arrives(vhost_url, "q.orders", 2)
-        assert bodies(came) == ["immediate", "later"]
-        assert_on_time(came[1])
+        assert bodies(arrives(vhost_url, "q.orders", 2)) == ["immediate", "later"]
 
 
 # ---- destinations ----------------------------------------------------------------------------

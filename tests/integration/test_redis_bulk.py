@@ -53,9 +53,6 @@ def numbers(redis: PrivateRedis, queue: str = "plain") -> list[int]:
     return sorted(json.loads(body)[0][0] for body in bodies)
 
 
-# ---- nothing lost, nothing twice -----------------------------------------------------------------
-
-
 @pytest.mark.ci
 def test_killed_connections_neither_lose_nor_duplicate_tasks(
     empty_redis: PrivateRedis, app: Celery
@@ -95,9 +92,6 @@ def test_flushed_scripts_are_sent_again(empty_redis: PrivateRedis, app: Celery) 
     assert batch.result.confirmed == 2_000
     assert len(numbers(empty_redis)) == 100
     assert empty_redis.client.zcard(KEYS.due) == empty_redis.client.hlen(KEYS.messages) == 1_900
-
-
-# ---- refused and in doubt ------------------------------------------------------------------------
 
 
 def test_tasks_that_a_full_server_refuses_are_reported(own_redis: PrivateRedis) -> None:

@@ -24,26 +24,23 @@ from tests.integration.redis_traffic import connector, delaying, delays_of, prom
 from tests.traffic import QUEUES, eta_in, inbox, publish
 from tests.waiting import wait_until
 
-WITH_BATCH = hasattr(kombu_redis, "PublishBatch")  # kombu 5.7
+kombu_57 = pytest.mark.skipif(
+    not hasattr(kombu_redis, "PublishBatch"), reason="kombu 5.7 brought x-expires and batches"
+)
 
 
 def promote_all(connection: Any) -> int:
-    """Hand over all due messages; their number."""
-    return store_of(connection).promote().delivered
-
-
-def make_due(connection: Any) -> None:
-    """Make all waiting messages due."""
+    """Make all waiting messages due, and hand them over; their number."""
     store = store_of(connection)
     for member in store.client.zrange(store.keys.due, 0, -1):
         store.client.zadd(store.keys.due, {member: 0})
+    return store.promote().delivered
 
 
 def test_a_requeued_message_does_not_wait_again(empty_redis: PrivateRedis) -> None:
     with delaying(empty_redis.url) as connection:
         channel = connection.default_channel
         publish(connection, "hello", "jobs", delay=60)
-        make_due(connection)
         promote_all(connection)
         message = channel.basic_get("jobs")
         assert message.headers["eta"] > datetime.now(UTC).isoformat()
@@ -54,23 +51,18 @@ def test_a_requeued_message_does_not_wait_again(empty_redis: PrivateRedis) -> No
         assert store_of(connection).census().waiting == 0
 
 
-# ---- kombu's own options -----------------------------------------------------------------------
-
-
+@kombu_57
 def test_a_delayed_message_extends_the_ttl_of_its_queue(empty_redis: PrivateRedis) -> None:
-    if not WITH_BATCH:
-        pytest.skip("kombu 5.7 brought x-expires to Redis")
     queue = Queue("short", expires=50)
     with delaying(empty_redis.url) as connection:
         queue(connection.default_channel).declare()
         publish(connection, "hello", "short", delay=60, priority=9)
-        make_due(connection)
         promote_all(connection)
         (key,) = empty_redis.client.keys("short*")
         assert 40_000 < empty_redis.client.pttl(key) <= 50_000
 
 
-@pytest.mark.skipif(not WITH_BATCH, reason="kombu 5.7 brought batches")
+@kombu_57
 @pytest.mark.parametrize("prefix", ["", "pfx:", "{queue}:"])
 def test_kombus_producer_batch_delays_messages_with_an_eta(
     empty_redis: PrivateRedis, prefix: str
@@ -85,7 +77,6 @@ def test_kombus_producer_batch_delays_messages_with_an_eta(
             assert store_of(connection).census().waiting == 0, "sent with the batch"
         assert store_of(connection).census().waiting == 10
         assert empty_redis.client.llen(f"{prefix}jobs") == 10
-        make_due(connection)
         assert promote_all(connection) == 10
         assert empty_redis.client.llen(f"{prefix}jobs") == 20
 
@@ -100,27 +91,8 @@ def test_over_a_unix_socket(empty_redis: PrivateRedis) -> None:
         received.wait_for(1)
 
 
-def test_databases_and_namespaces_are_separate(empty_redis: PrivateRedis) -> None:
-    with (
-        delaying(empty_redis.url) as zero,
-        delaying(empty_redis.url[:-1] + "1") as one,
-        delaying(empty_redis.url, namespace="other") as other,
-    ):
-        publish(zero, "hello", "jobs", delay=60)
-        assert [store_of(each).census().waiting for each in (zero, one, other)] == [1, 0, 0]
-
-
-# ---- refusals ----------------------------------------------------------------------------------
-
-
-def assert_nothing_sent(server: PrivateRedis) -> None:
-    assert server.client.keys() == []
-
-
 @pytest.mark.parametrize(
-    "server",
-    [Server(version=(6, 0, 16)), Server(version=(7, 0, 15), cluster=True)],
-    ids=["old", "cluster"],
+    "server", [Server(version=(6, 0, 16)), Server(cluster=True, version=(7, 0, 15))]
 )
 def test_a_server_that_cannot_hold_messages_is_refused_on_every_publish(
     empty_redis: PrivateRedis, monkeypatch: pytest.MonkeyPatch, server: Server
@@ -130,7 +102,7 @@ def test_a_server_that_cannot_hold_messages_is_refused_on_every_publish(
         for _ in range(2):
             with pytest.raises(UnsupportedBroker):
                 publish(connection, "hello", "jobs", delay=60)
-        assert_nothing_sent(empty_redis)
+        assert empty_redis.client.keys() == []
 
 
 def test_a_message_put_back_waits_by_the_servers_clock(
@@ -141,8 +113,7 @@ def test_a_message_put_back_waits_by_the_servers_clock(
         delays, store = delays_of(connection), store_of(connection)
         assert abs(delays.clock_ahead_seconds()) < 1
         publish(connection, "hello", "jobs", delay=60, headers={"id": "1"})
-        make_due(connection)
-        store.promote()
+        promote_all(connection)
         message = connection.default_channel.basic_get("jobs", no_ack=True)
         for each in (module, redis_server):
             monkeypatch.setattr(each, "time_ns", lambda: time_ns() - 20_000_000_000)
@@ -166,7 +137,6 @@ def test_a_message_put_back_twice_waits_once(empty_redis: PrivateRedis) -> None:
             delays_of(connection).put_back(message._raw, destination, due_us=due_us)
         assert store_of(connection).census().waiting == 1
         message.ack()
-        make_due(connection)
         promote_all(connection)
         again = channel.basic_get("jobs", no_ack=True)
         assert again.delivery_tag != message.delivery_tag, "acknowledging one is not the other"
@@ -194,9 +164,6 @@ def test_a_channel_that_outlives_its_connection_closes_without_an_error(
             return connection.default_channel.basic_get("default", no_ack=True)
 
         wait_until(restored)
-
-
-# ---- the promoter goes on after lost connections and servers -------------------------------------
 
 
 def blocked_clients(server: PrivateRedis) -> int:

@@ -100,9 +100,6 @@ def test_only_a_new_first_due_time_sets_the_wake_up_marker(store: RedisBrokerSto
     assert marked()
 
 
-# ---- destinations that refuse ------------------------------------------------------------------
-
-
 def test_messages_for_a_key_of_the_wrong_type_are_parked_and_others_delivered(
     store: RedisBrokerStore,
 ) -> None:
@@ -127,9 +124,6 @@ def test_a_delivery_extends_the_ttl_of_all_priority_lists(store: RedisBrokerStor
     assert 40_000 < store.client.pttl("jobs") <= 50_000
     assert 40_000 < store.client.pttl("jobs:9") <= 50_000
     assert store.client.pttl("other") == -1
-
-
-# ---- maxmemory ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -160,9 +154,6 @@ def test_a_full_server_refuses_messages_and_parks_and_hands_over_waiting_ones(
     assert entries(full) == 1
 
 
-# ---- permissions -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("rights", ["~jobs +@all", "~* +@all -zadd"])
 def test_missing_permissions_are_named_in_the_error(
     store: RedisBrokerStore, empty_redis: PrivateRedis, rights: str
@@ -174,9 +165,6 @@ def test_missing_permissions_are_named_in_the_error(
     with closing(guest), pytest.raises(NotPermitted, match=r"~tests\.v2\.\*"):
         RedisBrokerStore(guest, KEYS).add([row("one", 0, Destination(("jobs",)), "x")])
     client.execute_command("ACL", "DELUSER", "guest")
-
-
-# ---- purge -------------------------------------------------------------------------------------
 
 
 def test_purge_deletes_waiting_or_parked_messages(store: RedisBrokerStore) -> None:

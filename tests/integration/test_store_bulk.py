@@ -80,9 +80,6 @@ def send(batch: Any, *numbers: int, **options: Any) -> None:
         batch.send("shop.remind", (number,), countdown=600, task_id=task_id, **options)
 
 
-# ---- nothing lost, nothing twice -----------------------------------------------------------------
-
-
 @pytest.mark.ci
 def test_a_restart_of_the_store_loses_and_duplicates_nothing(
     postgresql: Broker, shop: Celery
@@ -134,9 +131,6 @@ def test_only_named_tasks_are_stored(
         with app.connection_for_write() as connection:
             part = connection.default_channel.admin_part(app._native_delay.settings())
             assert part.own.backlog().waiting == 3
-
-
-# ---- refused and in doubt ------------------------------------------------------------------------
 
 
 def test_a_task_without_a_queue_is_reported_as_returned(app: Celery) -> None:
