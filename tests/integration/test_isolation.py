@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 from kombu import Connection
 
-from celery_native_delay import DelaySettings
 from celery_native_delay.testing import PrivateRabbitMQ, vhost_name
 from celery_native_delay.transports.rabbitmq.inspection import verify
 from celery_native_delay.transports.rabbitmq.management import management_of
 from celery_native_delay.transports.rabbitmq.parking import rescue
-from celery_native_delay.transports.rabbitmq.topology import Topology
 from tests.brokers import in_turn, on_one_version
 from tests.integration.traffic import (
     SETTINGS,
@@ -90,6 +88,14 @@ def assert_each_once(letters: Inbox) -> None:
     assert Counter(bodies(letters.arrivals)) == Counter(FLOOD)
 
 
+def assert_all_come_once(rabbitmq: PrivateRabbitMQ, url: str, queue: str) -> None:
+    """And none is left to come."""
+    with inbox(url, queue) as letters:
+        assert_each_once(letters)
+        assert_nothing_held(rabbitmq, vhost_name(url))
+        assert_each_once(letters)
+
+
 # ---- destinations that take nothing ------------------------------------------------------------
 
 
@@ -102,20 +108,12 @@ def test_an_exchange_without_bindings_keeps_only_its_own_messages(
         declare_exchange(connection, "news", kind)
         flood_beside_others(connection, "", exchange="news")
         assert parked_count(connection) == 0
-
-        def all_are_held() -> bool:
-            landing = TOPOLOGY.landing_queue("news")
-            return held_in(mortal_rabbitmq, vhost, landing) == len(FLOOD)
-
-        wait_until(all_are_held)
-
+        landing = TOPOLOGY.landing_queue("news")
+        wait_until(lambda: held_in(mortal_rabbitmq, vhost, landing) == len(FLOOD))
     with Connection(mortal_url) as stranger:
         declare_queue(stranger, "readers")
         bind(stranger, "readers", "news")
-    with inbox(mortal_url, "readers") as letters:
-        assert_each_once(letters)
-        assert_nothing_held(mortal_rabbitmq, vhost)
-        assert_each_once(letters)
+    assert_all_come_once(mortal_rabbitmq, mortal_url, "readers")
 
 
 @pytest.mark.ci
@@ -125,11 +123,8 @@ def test_a_full_rejecting_queue_delays_only_its_own_messages(
 ) -> None:
     """Published to by queue name, or through an exchange that another queue is bound to."""
     with delaying(mortal_url) as connection:
-        declare_queue(
-            connection,
-            "full",
-            **{"x-queue-type": queue_type, "x-max-length": 1, "x-overflow": "reject-publish"},
-        )
+        full = {"x-queue-type": queue_type, "x-max-length": 1, "x-overflow": "reject-publish"}
+        declare_queue(connection, "full", **full)
         if exchange:
             declare_exchange(connection, exchange, "topic")
             declare_queue(connection, "roomy")
@@ -141,11 +136,7 @@ def test_a_full_rejecting_queue_delays_only_its_own_messages(
             with inbox(mortal_url, "roomy") as letters:
                 assert_each_once(letters)
         assert 1 <= depth(connection, "full") < len(FLOOD)
-
-    with inbox(mortal_url, "full") as letters:
-        assert_each_once(letters)
-        assert_nothing_held(mortal_rabbitmq, vhost_name(mortal_url))
-        assert_each_once(letters)
+    assert_all_come_once(mortal_rabbitmq, mortal_url, "full")
 
 
 @pytest.mark.ci
@@ -172,10 +163,7 @@ def test_a_queue_that_rejects_by_policy_delays_only_its_own_messages(
         flood_beside_others(connection, "full")
         assert parked_count(connection) == 0
         assert 1 <= depth(connection, "full") < len(FLOOD)
-    with inbox(mortal_url, "full") as letters:
-        assert_each_once(letters)
-        assert_nothing_held(mortal_rabbitmq, vhost)
-        assert_each_once(letters)
+    assert_all_come_once(mortal_rabbitmq, mortal_url, "full")
 
 
 def assert_a_worker_finds_the_full_queue(connection: Any) -> None:
@@ -197,54 +185,22 @@ def assert_a_worker_finds_the_full_queue(connection: Any) -> None:
 
 @on_one_version
 def test_messages_for_a_deleted_queue_are_parked_while_others_are_on_time(
-    rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str
+    rabbitmq: PrivateRabbitMQ, vhost_url: str
 ) -> None:
     with delaying(vhost_url) as connection, Connection(vhost_url) as stranger:
         declare_queue(connection, "gone")
         delays_of(connection).prepare()
         stranger.default_channel.queue_delete("gone")
         flood_beside_others(connection, "gone")
-
-        def all_are_parked() -> bool:
-            return parked_count(connection) == len(FLOOD)
-
-        wait_until(all_are_parked)
-
+        wait_until(lambda: parked_count(connection) == len(FLOOD))
         declare_queue(connection, "gone")
         outcome = rescue(delays_of(connection))
         assert outcome is not None
         assert (outcome.delivered, outcome.still_parked) == (len(FLOOD), 0)
-    with inbox(vhost_url, "gone") as letters:
-        assert_each_once(letters)
-    assert_nothing_held(rabbitmq, vhost)
+    assert_all_come_once(rabbitmq, vhost_url, "gone")
 
 
 # ---- namespaces and settings -------------------------------------------------------------------
-
-
-@on_one_version
-def test_two_namespaces_on_one_virtual_host_are_separate(vhost_url: str) -> None:
-    """Also what is parked and rescued; the default exchange knows no namespaces."""
-    with delaying(vhost_url, namespace="left") as left, delaying(vhost_url) as right:
-        for connection, own in ((left, "left"), (right, "right")):
-            declare_queue(connection, own)
-        for connection, own, other in ((left, "left", "right"), (right, "right", "left")):
-            publish(connection, own, own, delay=0.5)
-            publish(connection, f"for {other}", other, delay=1)
-            publish(connection, f"{own} astray", "nowhere", delay=0.5)
-        with inbox(vhost_url, "left", "right") as letters:
-            came = Counter((each.queue, each.body) for each in letters.wait_for(4))
-        parked = [
-            (left, Topology(DelaySettings.from_mapping(SETTINGS | {"namespace": "left"}))),
-            (right, TOPOLOGY),
-        ]
-        wait_until(lambda: [parked_count(*each) for each in parked] == [1, 1])
-        assert came == Counter((q, body) for q in ("left", "right") for body in (q, f"for {q}"))
-        declare_queue(left, "nowhere")
-        rescue(delays_of(left))
-        with inbox(vhost_url, "nowhere") as letters:
-            assert bodies(letters.wait_for(1)) == ["left astray"]
-        assert [parked_count(*each) for each in parked] == [0, 1]
 
 
 @on_one_version

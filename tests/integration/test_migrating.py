@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,7 +21,7 @@ from celery import Celery
 from click.testing import CliRunner
 from kombu import Connection, Exchange, Queue
 
-from celery_native_delay import Delay, DelaySettings, Verdict, install
+from celery_native_delay import Delay, DelaySettings, NoStore, Verdict, install
 from celery_native_delay.app import holds
 from celery_native_delay.app.install import installation_of
 from celery_native_delay.app.installation import ask_broker
@@ -37,7 +37,7 @@ from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis, vhost_nam
 from celery_native_delay.transports.moving import HELD_STAYS, Moving
 from celery_native_delay.transports.rabbitmq.topology import Topology
 from celery_native_delay.transports.rabbitmq.wrapping import COUNTED_BY_THE_QUEUE
-from tests.brokers import in_ci, on_one_version
+from tests.brokers import ON_SYSTEM, in_ci, installed_rabbitmq
 from tests.integration.project import APP, Project
 from tests.integration.traffic import depth
 from tests.traffic import inbox
@@ -76,6 +76,11 @@ def an_app(url: str, **settings: Any) -> Iterator[Celery]:
     """An installed app with few delay levels."""
     with closing(install(plain_app(url), **{**LEVELS, **settings})) as app:
         yield app
+
+
+@pytest.fixture(scope="session", params=[ON_SYSTEM])
+def rabbitmq_version(request: pytest.FixtureRequest) -> str:
+    return installed_rabbitmq(request.param)
 
 
 @pytest.fixture
@@ -147,7 +152,6 @@ EARLY_SECONDS = 0.002
 # ---- earlier levels of ours --------------------------------------------------------------------
 
 
-@on_one_version
 def test_messages_in_levels_of_another_namespace_stay_unchanged(vhost_url: str) -> None:
     """The management API is not needed."""
     nobody = {"management_url": "http://127.0.0.1:9"}
@@ -170,7 +174,6 @@ def test_messages_in_levels_of_another_namespace_stay_unchanged(vhost_url: str) 
         assert migrated(app, OLD)["moved"] == 0
 
 
-@on_one_version
 def test_a_task_that_was_cancelled_in_the_broker_is_not_listed_in_the_store(
     vhost_url: str, settings: dict[str, Any], store_redis: PrivateRedis
 ) -> None:
@@ -196,16 +199,49 @@ def other_url(rabbitmq: PrivateRabbitMQ) -> Iterator[str]:
     rabbitmq.delete_vhost(vhost_name(url))
 
 
-@on_one_version
-def test_what_waits_on_another_rabbitmq_is_moved(app: Celery, other_url: str) -> None:
-    with an_app(other_url) as old:
-        send(old, 1, 500)
-        send(old, 2, 600, queue="reminders")
-    assert [migrated(app, other_url)["moved"] for _ in range(2)] == [2, 0]
-    assert {message.headers["id"] for message in in_levels(app)} == {"order-1", "order-2"}
+@pytest.fixture
+def places(
+    vhost_url: str, other_url: str, settings: Any, store_redis: PrivateRedis, tmp_path: Path
+) -> dict[str, Any]:
+    """Apps on several kinds of brokers, most of them with keys."""
+    return {
+        "levels": an_app(vhost_url, **settings),
+        "other levels": an_app(other_url),
+        "rabbitmq": an_app(vhost_url, **settings, store=f"sqlite:///{tmp_path}/rabbitmq.db"),
+        "beside redis": an_app(vhost_url, **settings, store=store_redis.url),
+        "redis": an_app(store_redis.url),
+        "store": an_app(f"sqla+sqlite:///{tmp_path}/delays.db"),
+    }
 
 
-@on_one_version
+def name_of(app: Celery) -> str:
+    """The app's broker as an argument of ``--from``."""
+    return str(app.conf.broker_url).removeprefix("sqla+")
+
+
+def ids_in(app: Celery) -> set[str]:
+    with suppress(NoStore):
+        return set(Delay(app).ids())
+    return {message.headers["id"] for message in in_levels(app)}
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ("other levels", "levels"),
+        ("store", "levels"),
+        ("levels", "store"),
+        ("redis", "beside redis"),
+    ],
+)
+def test_all_that_waits_is_moved_once(places: dict[str, Any], source: str, target: str) -> None:
+    with places[source] as old, places[target] as new:
+        for number in (1, 2):
+            send(old, number, 500, queue="reminders")
+        assert [migrated(new, name_of(old))["moved"] for _ in range(2)] == [2, 0]
+        assert (ids_in(old), ids_in(new)) == (set(), {"order-1", "order-2"})
+
+
 def test_rabbitmq_to_redis_and_back(app: Celery, vhost_url: str, store_redis: PrivateRedis) -> None:
     send(app, 1, 500, priority=3)
     send(app, 2, 4)
@@ -234,24 +270,6 @@ def test_rabbitmq_to_redis_and_back(app: Celery, vhost_url: str, store_redis: Pr
     assert (info["exchange"], info["routing_key"]) == ("shop", "orders.#")
 
 
-@on_one_version
-def test_a_store_to_rabbitmq_and_back(app: Celery, vhost_url: str, tmp_path: Path) -> None:
-    store = f"sqlite:///{tmp_path}/delays.db"
-    folder = {name: str(tmp_path / "queues") for name in ("data_folder_in", "data_folder_out")}
-    (tmp_path / "queues").mkdir()
-    options = {**folder, "control_folder": str(tmp_path / "control")}
-    with closing(plain_app("filesystem://", broker_transport_options=options)) as beside:
-        install(beside, store=store, **LEVELS)
-        send(beside, 1, 500, queue="reminders")
-        send(beside, 2, 600, queue="reminders")
-        assert migrated(app, store)["moved"] == 2
-        assert Delay(beside).count() == 0
-        assert {message.headers["id"] for message in in_levels(app)} == {"order-1", "order-2"}
-        assert migrated(beside, vhost_url)["moved"] == 2
-        assert {task.id for task in Delay(beside).ls()} == {"order-1", "order-2"}
-    assert in_levels(app) == []
-
-
 def hold_in(store: Any, hold: Hold) -> None:
     """Write the first waiting row as a worker writes it that holds the task."""
     (row,) = store.rows_after(None, limit=1)
@@ -262,7 +280,6 @@ def hold_in(store: Any, hold: Hold) -> None:
     store.add([Row.of(held)])
 
 
-@on_one_version
 def test_a_held_task_moves_from_store_to_store_and_redis_and_stays_held(
     app: Celery, tmp_path: Path, store_redis: PrivateRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -297,7 +314,6 @@ def a_store(request: pytest.FixtureRequest, tmp_path: Path, store_redis: Private
     return f"sqlite:///{tmp_path}/s.db" if request.param == "sqlite" else store_redis.url
 
 
-@on_one_version
 def test_tasks_of_an_app_that_moved_to_another_virtual_host_are_named_and_moved(
     vhost_url: str, other_url: str, a_store: str
 ) -> None:
@@ -325,17 +341,6 @@ def test_tasks_of_an_app_that_moved_to_another_virtual_host_are_named_and_moved(
         assert "none runs" not in command(moved, "doctor").output
 
 
-@on_one_version
-def test_a_redis_that_was_the_broker_and_is_now_the_store_gives_its_tasks_away(
-    vhost_url: str, store_redis: PrivateRedis
-) -> None:
-    with an_app(store_redis.url) as old:
-        send(old, 1, 500, queue="reminders")
-    with an_app(vhost_url, store=store_redis.url) as app:
-        assert migrated(app, store_redis.url)["moved"] == 1
-        assert [task.id for task in Delay(app).ls()] == ["order-1"]
-
-
 def test_an_old_redis_is_read_with_all_transport_options_of_the_app(
     store_redis: PrivateRedis,
 ) -> None:
@@ -360,7 +365,6 @@ def test_an_old_redis_is_read_with_all_transport_options_of_the_app(
             wait_until(lambda: all(client.llen(name) == 1 for name in lists))
 
 
-@on_one_version
 def test_wrong_sources_are_refused_with_the_reason(
     app: Celery, vhost_url: str, store_redis: PrivateRedis
 ) -> None:
@@ -381,7 +385,6 @@ def test_wrong_sources_are_refused_with_the_reason(
 # ---- asking, counting, interrupting ------------------------------------------------------------
 
 
-@on_one_version
 def test_migrate_counts_and_asks_first(
     app: Celery, vhost_url: str, settings: dict[str, Any]
 ) -> None:
@@ -398,7 +401,6 @@ def test_migrate_counts_and_asks_first(
 
 
 @pytest.mark.ci
-@on_one_version
 def test_ctrl_c_ends_migrate_after_the_current_message(
     vhost_url: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -448,7 +450,6 @@ def killed_in_the_middle(app: Celery, *names: str) -> None:
             )
 
 
-@on_one_version
 @pytest.mark.parametrize("stored", [False, True], ids=["into the broker", "into a store"])
 def test_a_message_in_both_places_is_recognised_or_reported_as_doubtful(
     vhost_url: str, settings: dict[str, Any], store_redis: PrivateRedis, stored: bool
@@ -471,7 +472,6 @@ def test_a_message_in_both_places_is_recognised_or_reported_as_doubtful(
             assert (ids, source["doubtful"]) == (["order-1", "order-1", "order-2"], ["order-1"])
 
 
-@on_one_version
 def test_from_redis_and_stores_a_message_in_both_places_is_reported(
     app: Celery, store_redis: PrivateRedis, tmp_path: Path
 ) -> None:
@@ -488,7 +488,6 @@ def test_from_redis_and_stores_a_message_in_both_places_is_reported(
     assert ids == [f"order-{number}" for number in (0, 0, 1, 1, 7, 7)]
 
 
-@on_one_version
 def test_a_message_due_beyond_the_levels_is_refused_and_stays(
     app: Celery, store_redis: PrivateRedis
 ) -> None:
@@ -501,7 +500,6 @@ def test_a_message_due_beyond_the_levels_is_refused_and_stays(
         assert Delay(old).ids() == ["order-1"]
 
 
-@on_one_version
 def test_a_cancelled_message_is_delivered_to_be_announced(app: Celery, vhost_url: str) -> None:
     """A message as it is moved between brokers."""
     delayed = Delayed("ab" * 16, time_ns() // 1000, "", "reminders", cancelled=True)
@@ -518,18 +516,6 @@ def test_a_cancelled_message_is_delivered_to_be_announced(app: Celery, vhost_url
 
 
 # ---- keys, and places in the queues of rates ---------------------------------------------------
-
-
-@pytest.fixture
-def places(
-    vhost_url: str, settings: dict[str, Any], store_redis: PrivateRedis, tmp_path: Path
-) -> dict[str, Any]:
-    """Apps on several kinds of brokers, with keys."""
-    return {
-        "redis": an_app(store_redis.url),
-        "rabbitmq": an_app(vhost_url, **settings, store=f"sqlite:///{tmp_path}/rabbitmq.db"),
-        "store": an_app(f"sqla+sqlite:///{tmp_path}/delays.db"),
-    }
 
 
 def keyed_calls(app: Celery) -> list[tuple[str, Any]]:
@@ -557,7 +543,6 @@ def waiting(app: Celery) -> set[str]:
 
 
 @pytest.mark.parametrize(("source", "target"), [("redis", "rabbitmq"), in_ci("store", "redis")])
-@on_one_version
 def test_a_key_moves_with_its_task(places: dict[str, Any], source: str, target: str) -> None:
     """The next call on the new broker finds the task; on the old one the key is free."""
     with places[source] as old, places[target] as new:
@@ -576,12 +561,6 @@ def test_a_key_moves_with_its_task(places: dict[str, Any], source: str, target: 
         assert waiting(old) == {id for kind, id in back.items() if kind != "both"}
 
 
-def name_of(app: Celery) -> str:
-    """The app's broker as an argument of ``--from``."""
-    return str(app.conf.broker_url).removeprefix("sqla+")
-
-
-@on_one_version
 def test_into_a_broker_without_store_a_task_moves_without_its_key(
     app: Celery, store_redis: PrivateRedis
 ) -> None:
@@ -597,7 +576,6 @@ def test_into_a_broker_without_store_a_task_moves_without_its_key(
         assert call().id != first
 
 
-@on_one_version
 def test_a_keyed_task_stays_if_another_waits_for_its_key(places: dict[str, Any]) -> None:
     with places["redis"] as old, places["rabbitmq"] as new:
         first, second = (keyed_calls(each)[0][1]().id for each in (old, new))
@@ -609,7 +587,6 @@ def test_a_keyed_task_stays_if_another_waits_for_its_key(places: dict[str, Any])
         assert waiting(new) == {first}
 
 
-@on_one_version
 def test_a_place_in_a_rates_queue_is_kept_on_the_same_broker_only(
     vhost_url: str, settings: dict[str, Any], store_redis: PrivateRedis
 ) -> None:

@@ -182,8 +182,12 @@ word = st.sampled_from(WORDS)
 any_text = st.text(st.characters(codec="utf-8", exclude_categories=("Cc",)), max_size=12)
 
 
+def cut(text: str, max_bytes: int = 255) -> str:
+    return text.encode()[:max_bytes].decode(errors="ignore")
+
+
 def limited(texts: st.SearchStrategy[str], *, max_bytes: int = 255) -> st.SearchStrategy[str]:
-    return texts.map(lambda text: text.encode()[:max_bytes].decode(errors="ignore"))
+    return texts.map(lambda text: cut(text, max_bytes))
 
 
 keys = limited(
@@ -232,11 +236,7 @@ def patterns(draw: st.DrawFn, key_pool: list[str]) -> str:
     # RabbitMQ 4.3 takes two at most.
     for index in [index for index, word in enumerate(words) if word == "#"][2:]:
         words[index] = "*"
-    return limited_text(".".join(words))
-
-
-def limited_text(text: str) -> str:
-    return text.encode()[:255].decode(errors="ignore")
+    return cut(".".join(words))
 
 
 REJECTS = (("x-overflow", "reject-publish"),)

@@ -1,4 +1,7 @@
-"""pgmq: a delayed message waits in its queue until its visibility timeout."""
+"""pgmq without a store: a delayed message waits in its queue until its visibility timeout.
+
+tests/conformance has the tests for all brokers.
+"""
 
 from __future__ import annotations
 
@@ -9,88 +12,66 @@ from typing import Any
 import psycopg
 import pytest
 from celery import Celery
-from kombu import Connection, Exchange, Queue
+from kombu import Exchange, Queue
 
 from celery_native_delay import NoStore, install
 from celery_native_delay.app.doctor import examine
 from celery_native_delay.app.installation import delaying_channel
 from celery_native_delay.bulk import bulk
-from pytest_celery_native_delay import installed
-from tests.postgresql import find_postgresql, private_postgresql
-from tests.traffic import inbox, publish
+from tests.conformance.brokers import Broker, options_of, running_broker
+from tests.traffic import JOBS, inbox, publish
 
 pytestmark = pytest.mark.ci
 
 pytest.importorskip("celery_native_delay.transports.pgmq", reason="kombu before 5.7")
-pgmq = pytest.importorskip("pgmq.install")
-
-NEWS = Exchange("news", type="fanout")
 
 
 @pytest.fixture(scope="module")
-def database() -> Iterator[str]:
-    installed(find_postgresql)
-    with private_postgresql() as server:
-        url = server.new_database().replace("+psycopg", "")
-        with psycopg.connect(url, autocommit=True) as connection:
-            connection.execute(pgmq.get_embedded_install_sql())
-            yield connection.info.dsn  # pgmq takes no URL of a socket
-
-
-def options_of(database: str) -> dict[str, Any]:
-    return {
-        "conn_string": database,
-        "init_extension": False,
-        "wait_time_seconds": 0,
-        "polling_interval": 0.05,
-    }
+def broker() -> Iterator[Broker]:
+    with running_broker("pgmq", pytest.fail) as broker:
+        yield broker
 
 
 @pytest.fixture
-def connection(database: str) -> Iterator[Any]:
-    delaying = {"native_delay": True, **options_of(database)}
-    with Connection("pgmq://", transport_options=delaying) as connection:
+def app(url: str) -> Iterator[Celery]:
+    app = Celery("shop", broker=url, set_as_current=False)
+    app.conf.update(task_default_queue=JOBS, broker_transport_options=options_of(url))
+    with install(app):
+        yield app
+
+
+@pytest.fixture
+def connection(app: Celery) -> Iterator[Any]:
+    with app.connection_for_write() as connection:
         yield connection
 
 
-@pytest.mark.parametrize(
-    "queue", [Queue("jobs"), Queue("headlines", NEWS)], ids=["queue", "fanout"]
-)
-def test_a_message_is_not_delivered_before_its_due_time(connection: Any, queue: Queue) -> None:
-    """For queues and for fanout exchanges."""
+def test_a_message_to_a_fanout_exchange_is_not_delivered_before_its_due_time(
+    connection: Any,
+) -> None:
+    queue = Queue("headlines", Exchange("news", type="fanout"))
     with inbox(connection, queue) as received:
-        publish(connection, "late", queue.name, exchange=queue.exchange or "", delay=1.4)
-        publish(connection, "now", queue.name, exchange=queue.exchange or "")
+        publish(connection, "late", queue.name, exchange=queue.exchange, delay=1.4)
+        publish(connection, "now", queue.name, exchange=queue.exchange)
         now, late = received.wait_for(2)
     assert (now.body, late.body) == ("now", "late")
     assert late.lateness_seconds >= 0
 
 
-def test_doctor_finds_no_fault_without_store(database: str) -> None:
-    app = Celery("shop", broker="pgmq://", set_as_current=False)
-    app.conf.broker_transport_options = options_of(database)
-    assert examine(install(app)) == []
-
-
-def test_due_messages_that_nobody_reads_are_found(database: str, connection: Any) -> None:
-    app = install(Celery("shop", broker="pgmq://", set_as_current=False))
-    app.conf.update(task_default_queue="unread", broker_transport_options=options_of(database))
-    Queue("unread")(connection.default_channel).declare()
-    publish(connection, "late", "unread", delay=600)
+def test_due_messages_that_nobody_reads_are_found(app: Celery, connection: Any) -> None:
+    """Nothing else: it needs no store."""
     assert examine(app) == []
-    with psycopg.connect(database) as directly:
-        directly.execute("UPDATE pgmq.q_unread SET vt = clock_timestamp() - interval '3 minutes'")
+    publish(connection, "late", JOBS, delay=600)
+    assert examine(app) == []
+    with psycopg.connect(options_of(app.conf.broker_url)["conn_string"]) as directly:
+        directly.execute("UPDATE pgmq.q_jobs SET vt = clock_timestamp() - interval '3 minutes'")
     (found,) = examine(app)
-    assert found.problem == "no worker reads from unread: 1 message(s) are due for over 1 min"
-    connection.default_channel.queue_purge("unread")
+    assert found.problem == "no worker reads from jobs: 1 message(s) are due for over 1 min"
 
 
-def test_bulk_sends_each_task_once(database: str, connection: Any) -> None:
+def test_bulk_sends_each_task_once(app: Celery, connection: Any) -> None:
     """Due as asked; a task that PostgreSQL refuses is reported."""
-    app = Celery("shop", broker="pgmq://", set_as_current=False)
-    app.conf.update(task_default_queue="many", broker_transport_options=options_of(database))
-    install(app)
-    with inbox(connection, "many") as received:
+    with inbox(connection, JOBS) as received:
         with bulk(app, check=False) as batch:
             for number in range(250):
                 countdown = (0, 0.5, 1.5)[number % 3]
@@ -103,13 +84,13 @@ def test_bulk_sends_each_task_once(database: str, connection: Any) -> None:
     assert min(each.lateness_seconds for each in came if each.message.headers["eta"]) >= 0
 
 
-def test_without_store_commands_count_and_purge_but_list_no_tasks(connection: Any) -> None:
-    app = install(Celery("shop", broker="pgmq://", set_as_current=False))
-    Queue("jobs")(connection.default_channel).declare()
-    publish(connection, "late", "jobs", delay=60)
+def test_without_store_commands_count_and_purge_but_list_no_tasks(
+    app: Celery, connection: Any
+) -> None:
+    publish(connection, "late", JOBS, delay=60)
     channel, settings = delaying_channel(app, connection)
     part = channel.admin_part(settings)
-    part.serve([Queue("jobs")])
+    part.serve([Queue(JOBS)])
     assert part.status().facts == {"waiting": 1, "parked": 0}
     assert part.purge() == 1
     with pytest.raises(NoStore, match="set native_delay_store"):

@@ -26,9 +26,8 @@ from celery_native_delay.redis_server import RIGHTS
 from celery_native_delay.store import redis as redis_store
 from celery_native_delay.store.opened import store_at
 from celery_native_delay.testing import PrivateRedis, private_redis, require_redis
-from celery_native_delay.testing.redis import ServerName
 from pytest_celery_native_delay import installed
-from tests.brokers import in_ci, self_signed_certificate
+from tests.brokers import self_signed_certificate
 from tests.conformance.brokers import options_of, running_broker, settings_of
 from tests.conformance.test_stores import HOUR_US, Broker, add, dispatched, listed, tasks
 from tests.conformance.traffic import SETTINGS, attended, delaying
@@ -63,14 +62,12 @@ def redis_at(way: str, folder: Path) -> Iterator[str]:
     tls = self_signed_certificate(folder) if way == "tls" else None
     with private_redis(server="redis", tls=tls) as server:
         grant(server, *RIGHTS.split())
-        match way:
-            case "acl":
-                yield server.url.replace("//", f"//{LOGIN}")
-            case "provider":
-                yield f"{server.url}?credential_provider={__name__}:Credentials"
-            case "tls":
-                assert server.url.startswith("rediss://")
-                yield server.url
+        assert server.url.startswith("rediss://" if tls else "redis://")
+        yield {
+            "acl": server.url.replace("//", f"//{LOGIN}"),
+            "provider": f"{server.url}?credential_provider={__name__}:Credentials",
+            "tls": server.url,
+        }[way]
 
 
 @contextmanager
@@ -103,15 +100,14 @@ def test_tasks_wait_change_and_are_dispatched(way: str, tmp_path: Path) -> None:
         assert delay.count() == 0
 
 
-def test_a_missing_right_is_named() -> None:
+@pytest.mark.parametrize("server_name", ["redis"], indirect=True)
+def test_a_missing_right_is_named(own_redis: PrivateRedis) -> None:
     assert f"~celery_delay.* ~celery_delay:* {RIGHTS}\n" in GUIDE.read_text()
-    installed(require_redis, "redis")
-    with private_redis(server="redis") as server:
-        grant(server, *RIGHTS.replace("+time", "").split())
-        url = server.url.replace("//", f"//{LOGIN}")
-        with closing(store_at(url, NAMESPACE, timeout_seconds=5)) as store:
-            assert all(f"grant its user {RIGHTS}" in each.remedy for each in store.findings())
-            assert len(store.findings()) == 2
+    grant(own_redis, *RIGHTS.replace("+time", "").split())
+    url = own_redis.url.replace("//", f"//{LOGIN}")
+    with closing(store_at(url, NAMESPACE, timeout_seconds=5)) as store:
+        assert all(f"grant its user {RIGHTS}" in each.remedy for each in store.findings())
+        assert len(store.findings()) == 2
 
 
 @pytest.mark.ci
@@ -150,37 +146,27 @@ def test_a_failover_loses_no_task_whose_apply_async_returned() -> None:
 
 
 def test_a_row_that_was_taken_is_listed_again_whatever_the_token_of_its_dispatcher(
-    monkeypatch: pytest.MonkeyPatch,
+    store_redis: PrivateRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No hexadecimal digit is the mark of a cancelled row, which would never be listed."""
-    installed(require_redis, "redis")
-    with (
-        private_redis(server="redis") as redis,
-        closing(store_at(redis.url, NAMESPACE, timeout_seconds=5)) as store,
-    ):
+    with closing(store_at(store_redis.url, NAMESPACE, timeout_seconds=5)) as store:
         for number, digit in enumerate(hexdigits):
-            token = digit * 32
-            monkeypatch.setattr(redis_store, "token_hex", lambda size, token=token: token)
+            monkeypatch.setattr(redis_store, "token_hex", lambda size, digit=digit: digit * 32)
             add(store, number, wait_us=-1)
             store.settle(store.take(), (), ())
             assert listed(store) == [f"order-{number}"]
             store.purge(parked=False)
 
 
-@pytest.mark.parametrize("server", ["redis", in_ci("valkey")])
-def test_a_full_redis_takes_no_task_and_lets_waiting_ones_go(server: ServerName) -> None:
+def test_a_full_redis_takes_no_task_and_lets_waiting_ones_go(own_redis: PrivateRedis) -> None:
     """Otherwise nothing would ever make room in it."""
-    installed(require_redis, server)
-    with (
-        private_redis(server=server) as redis,
-        closing(store_at(redis.url, NAMESPACE, timeout_seconds=5)) as store,
-    ):
+    with closing(store_at(own_redis.url, NAMESPACE, timeout_seconds=5)) as store:
         add(store, 1, 2, wait_us=-1)
         add(store, 3, 4)
         asked = [Asked("shop.remind", None, Rate.of("1/h"))]
         lines = RecordedLines(store.state)
         assert not lines.ask(asked).wait_us
-        redis.client.config_set("maxmemory", 1)
+        own_redis.client.config_set("maxmemory", 1)
         assert lines.ask(asked).wait_us
         with pytest.raises(StoreUnavailable, match="maxmemory"):
             add(store, 5)

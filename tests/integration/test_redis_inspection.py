@@ -49,21 +49,15 @@ def test_doctor_finds_settings_that_may_lose_messages(
     client.config_set("maxmemory-policy", "allkeys-lru")
     client.config_set("appendonly", "no")
     try:
-        found = shop.told("doctor", status=1)
-        done = shop.delay("doctor")
+        found = shop.told("doctor", status=1)["findings"]
     finally:
         client.config_set("maxmemory-policy", "noeviction")
         client.config_set("appendonly", "yes")
-    assert [finding["problem"].split(":")[0] for finding in found["findings"]] == [
-        "maxmemory-policy is allkeys-lru",
-        "appendonly is no",
-        NAME,
+    assert [(each["check"], each["problem"].split(":")[0]) for each in found] == [
+        ("server", "maxmemory-policy is allkeys-lru"),
+        ("server", "appendonly is no"),
+        ("promoting", NAME),
     ]
-    assert found["findings"].pop()["check"] == "promoting"
-    assert done.returncode == 1
-    for finding in found["findings"]:
-        assert f"wrong: server: {finding['problem']}\n    {finding['remedy']}\n" in done.stdout
-    assert done.stdout.endswith("\n3 problem(s) found\n")
 
 
 def test_examine_finds_lost_messages(connection: Any) -> None:

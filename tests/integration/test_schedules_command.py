@@ -47,6 +47,11 @@ def app(empty_redis: PrivateRedis) -> Iterator[Celery]:
 
 
 @pytest.fixture
+def shop(tmp_path: Path, empty_redis: PrivateRedis) -> Project:
+    return Project(tmp_path).write(APP, empty_redis.url, schedules=True)
+
+
+@pytest.fixture
 def schedules(app: Celery) -> Schedules:
     """The published entries of the app."""
     schedules = Schedules(app)
@@ -54,42 +59,37 @@ def schedules(app: Celery) -> Schedules:
     return schedules
 
 
-def test_entries_are_listed_paused_resumed_run_and_removed(
-    tmp_path: Path, empty_redis: PrivateRedis
-) -> None:
-    shop = Project(tmp_path).write(APP, empty_redis.url, schedules=True)
+def test_entries_are_listed_paused_resumed_run_and_removed(shop: Project, app: Celery) -> None:
     none = "no schedule entries: a worker with native_delay_schedules publishes them"
     assert shop.lines("schedules") == [none]
-    with app_on(empty_redis.url) as app:
-        schedules = Schedules(app)
-        schedules.publish()
-        schedules.publish()
-        assert Delay(app).count() == 2
-        heading, nightly, tick = shop.lines("schedules")
-        assert heading == "name task schedule last run next due runs from"
-        assert nightly.startswith("nightly shop.report every 1 d 20")
-        assert tick.startswith("tick shop.tick every 15 min 20")
-        told = shop.told("schedules")
-        assert [each["name"] for each in told] == ["nightly", "tick"]
-        assert told[0]["next_due"]
+    schedules = Schedules(app)
+    schedules.publish()
+    schedules.publish()
+    assert Delay(app).count() == 2
+    heading, nightly, tick = shop.lines("schedules")
+    assert heading == "name task schedule last run next due runs from"
+    assert nightly.startswith("nightly shop.report every 1 d 20")
+    assert tick.startswith("tick shop.tick every 15 min 20")
+    told = shop.told("schedules")
+    assert [each["name"] for each in told] == ["nightly", "tick"]
+    assert told[0]["next_due"]
 
-        assert shop.lines("schedules", "pause", "tick") == ["tick paused"]
-        assert Delay(app).count() == 1
-        assert shop.lines("schedules")[2] == "tick shop.tick every 15 min paused 0 code"
-        assert shop.lines("schedules", "resume", "tick") == ["tick resumed"]
-        assert Delay(app).count() == 2
-        assert shop.told("schedules", "run-now", "tick")["task_id"]
-        assert Delay(app).count() == 2, "the run is due now, and the next run stays"
-        assert shop.lines("schedules", "--remove-all") == ["2 schedule entries removed"]
-        assert Delay(app).count() == 0
-        assert list(Delay(app).schedules()) == []
+    assert shop.lines("schedules", "pause", "tick") == ["tick paused"]
+    assert Delay(app).count() == 1
+    assert shop.lines("schedules")[2] == "tick shop.tick every 15 min paused 0 code"
+    assert shop.lines("schedules", "resume", "tick") == ["tick resumed"]
+    assert Delay(app).count() == 2
+    assert shop.told("schedules", "run-now", "tick")["task_id"]
+    assert Delay(app).count() == 2, "the run is due now, and the next run stays"
+    assert shop.lines("schedules", "--remove-all") == ["2 schedule entries removed"]
+    assert Delay(app).count() == 0
+    assert list(Delay(app).schedules()) == []
 
 
 def test_entries_are_added_changed_and_removed_at_run_time(
-    tmp_path: Path, empty_redis: PrivateRedis
+    shop: Project, empty_redis: PrivateRedis
 ) -> None:
     """They survive a deployment, and the entries of the code are not touched."""
-    shop = Project(tmp_path).write(APP, empty_redis.url, schedules=True)
     with app_on(empty_redis.url) as app:
         Schedules(app).publish()
         assert shop.lines("schedules", "add", "report", "shop.report", "30 2 * * *") == [
@@ -145,9 +145,8 @@ def test_an_added_entry_runs_and_its_lost_message_is_replaced(empty_redis: Priva
         assert (of_code.task, of_code.is_added) == ("shop.tick", False), "the code's entry wins"
 
 
-def test_entries_of_redbeat_are_imported_once(tmp_path: Path, empty_redis: PrivateRedis) -> None:
+def test_entries_of_redbeat_are_imported_once(shop: Project, empty_redis: PrivateRedis) -> None:
     """With the due time that RedBeat's interval has; what cannot be imported says why."""
-    shop = Project(tmp_path).write(APP, empty_redis.url, schedules=True)
     crontab = {"minute": "30", "hour": "2", "day_of_week": "*", "day_of_month": "*"}
     last_run = datetime.now(UTC).replace(microsecond=0) - timedelta(hours=1)
     parts = ("year", "month", "day", "hour", "minute", "second", "microsecond")
@@ -291,7 +290,7 @@ WRONG_ENTRIES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def test_an_entry_that_cannot_run_is_a_row_with_a_reason_and_leaves_the_others(
-    tmp_path: Path, empty_redis: PrivateRedis, caplog: pytest.LogCaptureFixture
+    shop: Project, empty_redis: PrivateRedis, caplog: pytest.LogCaptureFixture
 ) -> None:
     wrong = {name: fields for name, (fields, _) in WRONG_ENTRIES.items()}
     listed = {"listed": {"task": "shop.listed", "schedule": crontab(minute=[0, 30])}}
@@ -311,7 +310,6 @@ def test_an_entry_that_cannot_run_is_a_row_with_a_reason_and_leaves_the_others(
         assert f"schedule entry {name} is not published: {reason}" in caplog.text
     assert len(found) == len(wrong)
 
-    shop = Project(tmp_path).write(APP, empty_redis.url, schedules=True)
     rows = {line.split()[0]: line for line in shop.lines("schedules")}
     assert rows["zero"].endswith("expected an interval above 0 s, got 0 s 0 code")
     assert "shop.report every 1 d 20" in rows["nightly"]
@@ -354,24 +352,23 @@ class Refusing(Task):  # type: ignore[misc]
 
 
 def test_a_run_is_published_without_the_apply_async_of_its_class_until_it_is_due(
-    empty_redis: PrivateRedis, caplog: pytest.LogCaptureFixture
+    app: Celery, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with app_on(empty_redis.url) as app:
-        app.task(no_work, name="shop.tick", base=Refusing)
-        app.task(no_work, name="shop.report")
-        schedules = Schedules(app)
-        schedules.publish()
-        first = schedules._known("tick")
-        assert first.problem is None
-        assert schedules.advance("tick", first.number, "run-1", redelivered=False) is None
-        second = schedules._known("tick")
-        assert (second.runs, second.number, Delay(app).count()) == (1, 2, 2)
-        told = schedules.send_anew("tick", "shop.tick", "run-1")
-        assert told == "apply_async of its class raised RuntimeError: already queued"
-        assert schedules.send_anew("nightly", "shop.report", "run-1") is None
-        assert schedules.send_anew("nightly", "shop.unknown", "run-1") is None
-        with pytest.raises(RuntimeError, match="already queued"):
-            schedules.run_now("tick")
+    app.task(no_work, name="shop.tick", base=Refusing)
+    app.task(no_work, name="shop.report")
+    schedules = Schedules(app)
+    schedules.publish()
+    first = schedules._known("tick")
+    assert first.problem is None
+    assert schedules.advance("tick", first.number, "run-1", redelivered=False) is None
+    second = schedules._known("tick")
+    assert (second.runs, second.number, Delay(app).count()) == (1, 2, 2)
+    told = schedules.send_anew("tick", "shop.tick", "run-1")
+    assert told == "apply_async of its class raised RuntimeError: already queued"
+    assert schedules.send_anew("nightly", "shop.report", "run-1") is None
+    assert schedules.send_anew("nightly", "shop.unknown", "run-1") is None
+    with pytest.raises(RuntimeError, match="already queued"):
+        schedules.run_now("tick")
     assert "a run of schedule entry tick is not sent: RuntimeError: already queued" in caplog.text
 
 

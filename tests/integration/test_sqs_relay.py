@@ -65,6 +65,23 @@ def test_message_attributes_are_kept_over_hops(sqs: PrivateSqs) -> None:
 # ---- relays that die, and several relays -------------------------------------------------------
 
 
+#: A relay that dies once it has sent its first messages on, before it deletes them.
+DOOMED = f"""
+import os, signal, sys
+from celery_native_delay import register_transports
+from celery_native_delay.transports.sqs import hops, relay
+from tests.integration.sqs_traffic import delaying
+
+register_transports()
+hops.HOP_SECONDS = {HOP_SECONDS}
+relay.VISIBILITY_SECONDS = 2
+relay.QueueRelay._delete = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+doomed = relay.SqsRelay(lambda: delaying(sys.argv[1]), ["jobs"])
+print("ready", flush=True)
+doomed.run()
+"""
+
+
 @pytest.mark.parametrize(
     ("delay", "copies"), [(6.0, 1), (2.0, 2)], ids=["on-the-way", "at-the-end"]
 )
@@ -78,10 +95,8 @@ def test_a_relay_is_killed_between_sending_and_deleting(
     """
     make_delay_queue(sqs)
     with delaying(sqs.url) as connection, inbox(connection, "jobs") as received:
-        program = [sys.executable, "-m", "tests.integration.sqs_relay_process"]
-        with subprocess.Popen(
-            [*program, sqs.url, "jobs", "2"], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
-        ) as doomed:
+        program = [sys.executable, "-c", DOOMED, sqs.url]
+        with subprocess.Popen(program, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as doomed:
             assert doomed.stdout is not None
             assert doomed.stdout.readline() == "ready\n"
             publish(connection, "hello", "jobs", delay=delay)

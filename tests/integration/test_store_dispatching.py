@@ -6,7 +6,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from time import sleep, time
 from typing import Any
@@ -77,11 +77,9 @@ def test_three_dispatchers_hand_over_each_message_once(url: str) -> None:
         for number in range(500):
             publish(connection, number, "jobs", delay=due - time())
         wait_until(lambda: time() > due)
-        with (
-            dispatching(url, own_store=True),
-            dispatching(url, own_store=True),
-            dispatching(url, own_store=True),
-        ):
+        with ExitStack() as stack:
+            for _ in range(3):
+                stack.enter_context(dispatching(url, own_store=True))
             arrivals = received.wait_for(500)
         assert sorted(arrival.body for arrival in arrivals) == list(range(500))
         assert waiting_count(connection) == 0
@@ -119,7 +117,7 @@ def test_a_message_that_its_destination_refuses_is_parked(
             store = store_of(connection)
             wait_until(lambda: store.census().parked == 1)
         assert (dispatcher.promoted, dispatcher.parked) == (150, 1)
-        ((parked),) = store.parked(10)
+        (parked,) = store.parked(10)
         assert parked.reason.startswith("ChannelError: Cannot add file")
     assert shop.told("status")["parked"] == 1
     listed = shop.told("parked", "list")
@@ -318,17 +316,16 @@ def test_without_sqlalchemy_a_delayed_publish_names_the_extra() -> None:
     code = """
 import sys
 sys.modules["sqlalchemy"] = None
-from kombu import Connection, Exchange, Queue
+from kombu import Connection
 from celery_native_delay import DelaySettings, UnsupportedBroker, delay_headers
 settings = {"store": "sqlite:////tmp/never.db"}
 with Connection("memory://", transport_options={"native_delay": settings}) as connection:
-    producer = connection.Producer()
+    channel, producer = connection.default_channel, connection.Producer()
     producer.publish("now", routing_key="jobs")
-    assert connection.default_channel._size("jobs") == 1
-    for ask in (
-        lambda: producer.publish("later", routing_key="jobs", headers=delay_headers(countdown=5)),
-        lambda: connection.default_channel.worker_part(DelaySettings(**settings)),
-    ):
+    assert channel._size("jobs") == 1
+    later = {"routing_key": "jobs", "headers": delay_headers(countdown=5)}
+    publish = lambda: producer.publish("later", **later)
+    for ask in (publish, lambda: channel.worker_part(DelaySettings(**settings))):
         try:
             ask()
         except UnsupportedBroker as exc:
@@ -336,6 +333,3 @@ with Connection("memory://", transport_options={"native_delay": settings}) as co
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.count("pip install 'celery_native_delay[sql]'") == 2
-
-
-# ---- changes of waiting tasks -------------------------------------------------------------------
