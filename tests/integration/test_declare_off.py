@@ -187,3 +187,19 @@ def test_users_declarations_leave_declared_objects_unchanged(
         channel.queue_delete("orders")
     # With the queue RabbitMQ removes its bindings.
     assert {json.loads(each)[0] for each in before - ours()} <= {"bindings"}
+
+
+def test_a_user_without_configure_permission_delays_to_every_exchange(
+    shop: Project, rabbitmq: PrivateRabbitMQ, vhost: str
+) -> None:
+    """A fanout exchange as well, although its type cannot be asked for."""
+    shop.delay("declare")
+    limited = rabbitmq.add_user(f"limited-{vhost}", "secret", configure="", vhost=vhost)
+    settings = {"namespace": "celery_delay", "resolution": 0.125, **SMALL}
+    with delaying(limited, **settings) as connection:
+        publish(connection, "by name", "few", delay=0.2)
+        publish(connection, "topic", "a.parcel/x.b", exchange="shop", delay=0.2)
+        publish(connection, "fanout", "", exchange="news", delay=0.2)
+    with inbox(limited, "few", "parcels", "news", **settings) as letters:
+        came = {arrival.queue: arrival.body for arrival in letters.wait_for(3)}
+    assert came == {"few": "by name", "parcels": "topic", "news": "fanout"}

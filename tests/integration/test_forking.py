@@ -40,20 +40,6 @@ for child in children:
 publish()
 """
 
-MULTIPROCESSING = """
-from multiprocessing import get_context
-from tests.integration.forking import publish
-
-children = [get_context("fork").Process(target=publish) for _ in range(3)]
-for child in children:
-    child.start()
-publish()
-for child in children:
-    child.join()
-    assert child.exitcode == 0
-publish()
-"""
-
 
 @contextmanager
 def process(*command: str, url: str) -> Iterator[subprocess.Popen[bytes]]:
@@ -75,12 +61,9 @@ def assert_arrive(url: str, count: int) -> None:
 
 
 @on_one_version
-@pytest.mark.parametrize("code", [FORK, MULTIPROCESSING], ids=["os.fork", "multiprocessing"])
-def test_forked_children_and_their_parent_publish_on_their_own_connections(
-    code: str, vhost_url: str
-) -> None:
+def test_forked_children_and_their_parent_publish_on_their_own_connections(vhost_url: str) -> None:
     """Siblings that read each other's publisher confirms would wait for ever."""
-    with process("-W", "ignore", "-c", code, url=vhost_url) as parent:
+    with process("-W", "ignore", "-c", FORK, url=vhost_url) as parent:
         assert parent.wait(PATIENCE_SECONDS) == 0
     assert_arrive(vhost_url, EACH * (1 + 3 + 2))
 

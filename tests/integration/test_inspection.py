@@ -408,6 +408,7 @@ def test_status_counts_what_waits_in_the_store_and_what_is_left_in_the_broker(
 @on_one_version
 def test_parked_messages_are_listed_requeued_and_purged(shop: Project, vhost_url: str) -> None:
     assert shop.lines("parked", "list") == ["0 parked message(s)"]
+    assert shop.told("parked", "requeue")["delivered"] == 0
     with delaying(vhost_url) as connection, Connection(vhost_url) as stranger:
         for queue in ("orders", "gone"):
             declare_queue(connection, queue)

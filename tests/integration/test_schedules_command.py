@@ -315,7 +315,6 @@ def test_an_entry_that_cannot_run_is_a_row_with_a_reason_and_leaves_the_others(
     assert "shop.report every 1 d 20" in rows["nightly"]
 
 
-@pytest.mark.parametrize("place", ["decorator", "annotations"])
 def test_an_expiry_of_the_task_counts_from_the_time_of_the_schedule(
     empty_redis: PrivateRedis,
 ) -> None:

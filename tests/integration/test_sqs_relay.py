@@ -324,3 +324,13 @@ def test_only_the_apps_queues_are_counted_and_purged(sqs: PrivateSqs) -> None:
     assert waiting_on(sqs) == 0
     assert waiting_on(sqs, "foreign-delay.fifo") == 1
     assert "nobody" not in str(sqs.client.list_queues())
+
+
+def test_while_its_delay_queue_is_gone_a_message_goes_to_its_own_queue(sqs: PrivateSqs) -> None:
+    """A producer that knew the delay queue looks again."""
+    url = make_delay_queue(sqs)
+    with delaying(sqs.url) as connection, inbox(connection, "jobs") as received:
+        publish(connection, "lost", "jobs", delay=60)
+        sqs.client.delete_queue(QueueUrl=url)
+        publish(connection, "hello", "jobs", delay=60)
+        assert received.wait_for(1)[0].body == "hello"
