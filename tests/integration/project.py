@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -77,6 +79,19 @@ class Project:
         process.close()
         assert "Traceback" not in done.stdout + done.stderr, done.stderr
         return done
+
+    @contextmanager
+    def promoting(self, *options: str) -> Iterator[subprocess.Popen[str]]:
+        """Run ``celery -A shop delay promote …``, until SIGTERM at the end of the block."""
+        command = [sys.executable, "-m", "celery", "-A", "shop", "delay", "promote", *options]
+        process = subprocess.Popen(command, cwd=self.folder, stdout=subprocess.PIPE, text=True)
+        with process as promoter:
+            assert promoter.stdout is not None
+            assert promoter.stdout.readline().startswith("promote runs: ")
+            try:
+                yield promoter
+            finally:
+                promoter.send_signal(signal.SIGTERM)
 
     def told(self, *arguments: str, status: int = 0) -> Any:
         """The output with ``--json``, parsed; fails if it prints anything else."""

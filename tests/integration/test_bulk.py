@@ -21,7 +21,7 @@ from celery_native_delay.bulk import bulk
 from celery_native_delay.testing import PrivateRabbitMQ, private_redis, require_redis
 from celery_native_delay.transports import outbox
 from pytest_celery_native_delay import installed
-from tests.brokers import LARGEST_MESSAGE, on_one_version
+from tests.brokers import LARGEST_MESSAGE, in_ci, on_one_version
 from tests.integration.traffic import SETTINGS, TOPOLOGY, Inbox, delete_levels, inbox
 from tests.traffic import eta_in
 from tests.waiting import PATIENCE_SECONDS
@@ -146,15 +146,6 @@ def test_the_broker_is_killed_in_the_middle_of_a_batch(
     assert len(ids) == count
 
 
-NOBODY = "127.0.0.1:1"
-
-
-def lonely_app(url: str) -> Celery:
-    app = Celery("shop", broker=url, set_as_current=False)
-    app.conf.task_ignore_result = True
-    return install(app, **(SETTINGS | {"levels": 16}))
-
-
 @pytest.fixture(scope="module")
 def locked_redis_url() -> Iterator[str]:
     """A Redis with the password "secret"."""
@@ -173,48 +164,42 @@ def test_a_login_that_rabbitmq_refuses_is_not_retried(
     rabbitmq: PrivateRabbitMQ, vhost_url: str
 ) -> None:
     rabbitmq.rabbitmqctl("add_user", "stranger", "stranger")
-    assert_refused_at_once(
-        {
-            vhost_url.replace("guest:guest@", "guest:wrong@"): "ACCESS_REFUSED",
-            f"{place_of(vhost_url)}/nowhere": "vhost nowhere not found",
-            vhost_url.replace("guest:guest@", "stranger:stranger@"): "refused for user 'stranger'",
-        }
-    )
+    said = {
+        vhost_url.replace("guest:guest@", "guest:wrong@"): "ACCESS_REFUSED",
+        f"{place_of(vhost_url)}/nowhere": "vhost nowhere not found",
+        vhost_url.replace("guest:guest@", "stranger:stranger@"): "refused for user 'stranger'",
+    }
+    assert_refused_at_once(said)
 
 
 def test_a_login_that_redis_refuses_is_not_retried(locked_redis_url: str) -> None:
-    assert_refused_at_once(
-        {
-            locked_redis_url.replace("secret", "wrong"): "invalid username-password pair",
-            locked_redis_url.replace(":secret@", ""): "Authentication required",
-            f"{place_of(locked_redis_url)}/99": "DB index is out of range",
-        }
-    )
+    said = {
+        locked_redis_url.replace("secret", "wrong"): "invalid username-password pair",
+        locked_redis_url.replace(":secret@", ""): "Authentication required",
+        f"{place_of(locked_redis_url)}/99": "DB index is out of range",
+    }
+    assert_refused_at_once(said)
 
 
 def assert_refused_at_once(said: dict[str, str]) -> None:
     for url, reason in said.items():
         begun = monotonic()
-        with pytest.raises(Exception, match=reason), bulk(lonely_app(url), check=False) as batch:
+        with (
+            pytest.raises(Exception, match=reason),
+            bulk(make_app(url, levels=16), check=False) as batch,
+        ):
             batch.send("shop.remind", countdown=60)
         assert monotonic() - begun < outbox.PATIENCE_SECONDS / 2
         assert (batch.result.sent, batch.has_given_up) == (0, True)
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        pytest.param(f"amqp://{NOBODY}", id="rabbitmq", marks=pytest.mark.ci),
-        pytest.param(f"redis://{NOBODY}", id="redis"),
-        pytest.param(
-            f"sqla+postgresql+psycopg://postgres@{NOBODY}/shop", id="store", marks=pytest.mark.ci
-        ),
-    ],
-)
-def test_an_outage_is_waited_for_once_per_batch(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("scheme", [in_ci("amqp"), "redis", in_ci("sqla+postgresql+psycopg")])
+def test_an_outage_is_waited_for_once_per_batch(
+    scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(outbox, "PATIENCE_SECONDS", 10.0)
     took = []
-    with bulk(lonely_app(url), check=False) as batch:
+    with bulk(make_app(f"{scheme}://127.0.0.1:1/0", levels=16), check=False) as batch:
         for _ in range(5):
             begun = monotonic()
             with suppress(Exception):

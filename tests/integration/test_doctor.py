@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-import signal
 import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from time import time
 from typing import Any
@@ -36,21 +34,6 @@ redis_only = pytest.mark.parametrize("server_name", ["redis"], indirect=True)
 @pytest.fixture
 def project(tmp_path: Path) -> Project:
     return Project(tmp_path)
-
-
-@contextmanager
-def promoting(project: Project) -> Iterator[None]:
-    """Run ``delay promote`` as a process."""
-    command = [sys.executable, "-m", "celery", "-A", "shop", "delay", "promote"]
-    with subprocess.Popen(
-        command, cwd=project.folder, stdout=subprocess.PIPE, text=True
-    ) as promoter:
-        assert promoter.stdout is not None
-        assert promoter.stdout.readline().startswith("promote runs: ")
-        try:
-            yield
-        finally:
-            promoter.send_signal(signal.SIGTERM)
 
 
 def app_on(url: str, **settings: Any) -> Celery:
@@ -96,7 +79,7 @@ def test_redis_overdue_tasks_without_a_promoter_are_found(
     assert last == "1 problem(s) found"
     assert "run `celery -A PROJ delay promote`" in project.delay("status").stdout
 
-    with promoting(project):
+    with project.promoting():
         wait_until(lambda: not examine(app))
         assert project.lines("doctor") == ["healthy"]
         assert "promote" not in project.delay("status").stdout
@@ -299,7 +282,7 @@ def test_a_store_without_a_dispatcher_is_found(kind: str, project: Project) -> N
         app.send_task("shop.remind", countdown=600)
         assert [each.check for each in examine(app)] == ["promoting"]
         assert produce(project) == ""  # nothing is overdue
-        with promoting(project):
+        with project.promoting():
             wait_until(lambda: not examine(app))
 
 

@@ -235,12 +235,8 @@ class Site:
             owner = self.plain if name in ("parked", "returned") else installed
             declare_queue(owner, name, **arguments)
             if exchange:
-                bind(
-                    owner,
-                    name,
-                    exchange,
-                    "orders.#" if "topic" in exchange or exchange == "shop" else key,
-                )
+                pattern = "orders.#" if exchange in ("amq.topic", "shop") else key
+                bind(owner, name, exchange, pattern)
         delays_of(installed).prepare(consuming=True)
         for producer in self.producers.values():
             delays_of(producer).prepare()

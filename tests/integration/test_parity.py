@@ -341,13 +341,8 @@ class Site:
             declare_queue(owner, queue.name, **dict(queue.arguments))
         for binding in self.graph.bindings:
             owner = self.foreigner if binding.queue.foreign else self.declarer
-            bind(
-                owner,
-                binding.queue.name,
-                binding.exchange.name,
-                binding.key,
-                **dict(binding.arguments),
-            )
+            names = binding.queue.name, binding.exchange.name
+            bind(owner, *names, binding.key, **dict(binding.arguments))
         self.letters.consume(queue.name for queue in self.graph.queues if not queue.foreign)
         self.foreign_letters.consume(queue.name for queue in self.graph.queues if queue.foreign)
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -261,14 +259,11 @@ def test_uninstall_deletes_empty_delay_queues_only(shop: Project, sqs: PrivateSq
 
 def test_a_relay_as_a_process_of_its_own(shop: Project, sqs: PrivateSqs) -> None:
     """It creates the delay queue, and until SIGTERM relays and counts messages."""
-    command = [sys.executable, "-m", "celery", "-A", "shop", "delay", "promote", "-Q", "jobs"]
-    with subprocess.Popen(command, cwd=shop.folder, stdout=subprocess.PIPE, text=True) as relay:
-        assert relay.stdout is not None
-        assert relay.stdout.readline().startswith("promote runs: sqs://private:**@127.0.0.1")
+    with shop.promoting("-Q", "jobs") as relay:
         with delaying(sqs.url) as connection, inbox(connection, "jobs") as received:
             publish(connection, "hello", "jobs", delay=2.5)
             (arrival,) = received.wait_for(1)
         relay.send_signal(signal.SIGTERM)
-        assert relay.stdout.read() == "1 message(s) promoted, 0 parked\n"
+        assert relay.communicate()[0] == "1 message(s) promoted, 0 parked\n"
     assert relay.returncode == 0
     assert arrival.lateness_seconds >= 0
