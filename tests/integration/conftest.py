@@ -11,9 +11,15 @@ from celery import Celery
 from celery_native_delay import Delay, register_transports
 from example_project.private_sqs import PrivateSqs, private_sqs, require_sqs
 from pytest_celery_native_delay import installed
-from tests.brokers import in_ci
+from tests.brokers import ON_SYSTEM, in_ci, installed_rabbitmq
 from tests.conformance.brokers import Broker, running_broker
 from tests.integration.traffic import delaying, delays_of
+
+
+@pytest.fixture(scope="session", params=[ON_SYSTEM])
+def rabbitmq_version(request: pytest.FixtureRequest) -> str:
+    """One RabbitMQ version, but for tests with ``on_all_versions`` or ``in_turn``."""
+    return installed_rabbitmq(request.param)
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,15 @@ from celery_native_delay.bulk import bulk
 from celery_native_delay.testing import PrivateRabbitMQ, private_redis, require_redis
 from celery_native_delay.transports import outbox
 from pytest_celery_native_delay import installed
-from tests.brokers import LARGEST_MESSAGE, in_ci, on_one_version
-from tests.integration.traffic import SETTINGS, TOPOLOGY, Inbox, delete_levels, inbox
+from tests.brokers import LARGEST_MESSAGE, in_ci
+from tests.integration.traffic import (
+    SETTINGS,
+    TOPOLOGY,
+    Inbox,
+    delete_levels,
+    inbox,
+    on_all_versions,
+)
 from tests.traffic import eta_in
 from tests.waiting import PATIENCE_SECONDS
 
@@ -44,6 +51,7 @@ def make_app(url: str, **settings: Any) -> Celery:
     return app
 
 
+@on_all_versions
 def test_refused_tasks_are_in_the_result(mortal_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A task that the broker refuses is reported; all others are confirmed."""
     app = make_app(mortal_url)
@@ -69,7 +77,6 @@ def test_refused_tasks_are_in_the_result(mortal_url: str, monkeypatch: pytest.Mo
     assert (len(batch.result.refused), batch.result.confirmed) == (1, 0)
 
 
-@on_one_version
 def test_a_refusal_that_arrives_during_a_declare_is_in_the_result(mortal_url: str) -> None:
     app = make_app(mortal_url)
     with bulk(app, check=False) as batch:
@@ -84,7 +91,6 @@ def test_a_refusal_that_arrives_during_a_declare_is_in_the_result(mortal_url: st
     assert (len(batch.result.refused), batch.result.confirmed) == (1, 1)
 
 
-@on_one_version
 def test_no_more_than_the_window_is_unconfirmed(vhost_url: str) -> None:
     most = 0
     with bulk(make_app(vhost_url), window=7) as batch:
@@ -95,7 +101,6 @@ def test_no_more_than_the_window_is_unconfirmed(vhost_url: str) -> None:
     assert batch.result.confirmed == 200
 
 
-@on_one_version
 @pytest.mark.parametrize("with_exchanges", [True, False])
 def test_levels_that_are_deleted_under_a_batch_are_declared_again(
     vhost_url: str, rabbitmq: PrivateRabbitMQ, with_exchanges: bool
@@ -120,7 +125,6 @@ def numbers(letters: Inbox) -> set[int]:
     return {arrival.body[0][0] for arrival in letters.arrivals}
 
 
-@on_one_version
 @pytest.mark.ci
 @pytest.mark.parametrize(
     ("options", "count"), [({}, 1_000), ({"headers": {"tenant": "a"}}, 300)], ids=str
@@ -158,7 +162,6 @@ def place_of(url: str) -> str:
     return url.rpartition("/")[0]
 
 
-@on_one_version
 @pytest.mark.ci
 def test_a_login_that_rabbitmq_refuses_is_not_retried(
     rabbitmq: PrivateRabbitMQ, vhost_url: str

@@ -11,7 +11,6 @@ from kombu import Connection, Exchange, Queue
 from celery_native_delay import DelaySettings, NotDeclared
 from celery_native_delay.testing import PrivateRabbitMQ, vhost_name
 from celery_native_delay.transports.rabbitmq.topology import Topology
-from tests.brokers import on_one_version
 from tests.integration.project import Project
 from tests.integration.traffic import (
     TOPOLOGY,
@@ -21,6 +20,7 @@ from tests.integration.traffic import (
     delaying,
     delays_of,
     inbox,
+    on_all_versions,
 )
 from tests.traffic import publish
 
@@ -67,6 +67,7 @@ def held(rabbitmq: PrivateRabbitMQ, vhost: str) -> set[str]:
     }
 
 
+@on_all_versions
 def test_what_delay_declare_makes_passes_doctor(shop: Project) -> None:
     """Although native_delay_declare is off, which doctor alone does not change."""
     assert shop.told("doctor", status=1)["findings"][0]["remedy"] == REMEDY
@@ -74,7 +75,6 @@ def test_what_delay_declare_makes_passes_doctor(shop: Project) -> None:
     assert shop.told("doctor")["healthy"] is True
 
 
-@on_one_version
 @pytest.mark.ci
 def test_delay_declare_makes_at_least_as_much_as_if_native_delay_declare_were_on(
     project: Project, rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str
@@ -90,7 +90,6 @@ def test_delay_declare_makes_at_least_as_much_as_if_native_delay_declare_were_on
         rabbitmq.delete_vhost(vhost_name(other))
 
 
-@on_one_version
 def test_doctor_finds_a_missing_binding(shop: Project, vhost_url: str) -> None:
     """Where workers may not bind it, nothing but `delay declare` does."""
     shop.delay("declare")
@@ -105,7 +104,6 @@ def test_doctor_finds_a_missing_binding(shop: Project, vhost_url: str) -> None:
     assert shop.told("doctor")["healthy"] is True
 
 
-@on_one_version
 def test_delay_declare_binds_queues_with_no_declare_and_names_missing_ones(
     project: Project, vhost_url: str
 ) -> None:
@@ -120,6 +118,7 @@ def test_delay_declare_binds_queues_with_no_declare_and_names_missing_ones(
     assert shop.told("doctor")["healthy"] is True
 
 
+@on_all_versions
 def test_a_publish_without_levels_names_both_remedies(vhost_url: str) -> None:
     """It declares nothing; delays work as soon as somebody else has declared the levels."""
     with delaying(vhost_url, declare=False) as connection:
@@ -137,6 +136,7 @@ def test_a_publish_without_levels_names_both_remedies(vhost_url: str) -> None:
             assert bodies(letters.wait_for(2)) == ["immediate", "later"]
 
 
+@on_all_versions
 def test_a_publish_names_a_deleted_level(vhost_url: str) -> None:
     """Its queue is deleted, or its exchange."""
     level = TOPOLOGY.level_queue(64)  # from 1.28 s on
@@ -157,6 +157,7 @@ def test_a_publish_names_a_deleted_level(vhost_url: str) -> None:
             assert bodies(letters.wait_for(2)) == ["later"] * 2
 
 
+@on_all_versions
 def test_users_declarations_leave_declared_objects_unchanged(
     rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str
 ) -> None:
@@ -189,6 +190,7 @@ def test_users_declarations_leave_declared_objects_unchanged(
     assert {json.loads(each)[0] for each in before - ours()} <= {"bindings"}
 
 
+@on_all_versions
 def test_a_user_without_configure_permission_delays_to_every_exchange(
     shop: Project, rabbitmq: PrivateRabbitMQ, vhost: str
 ) -> None:

@@ -21,11 +21,11 @@ from celery_native_delay.store import database
 from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis
 from celery_native_delay.transports.redis.keys import RedisBrokerKeys
 from example_project.private_sqs import PrivateSqs
-from tests.brokers import in_ci, on_one_version
+from tests.brokers import in_ci
 from tests.conformance.brokers import options_of, running_broker, settings_of
 from tests.integration.project import APP, Project
 from tests.integration.sqs_traffic import SHORT_HOPS
-from tests.integration.traffic import SETTINGS
+from tests.integration.traffic import SETTINGS, on_all_versions
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
 redis_only = pytest.mark.parametrize("server_name", ["redis"], indirect=True)
@@ -159,7 +159,6 @@ def produce(project: Project) -> str:
 # ---- RabbitMQ ----------------------------------------------------------------------------------
 
 
-@on_one_version
 def test_tasks_that_no_worker_receives_are_found(
     rabbitmq: PrivateRabbitMQ, vhost_url: str, project: Project
 ) -> None:
@@ -182,6 +181,7 @@ def test_tasks_that_no_worker_receives_are_found(
     assert [each["check"] for each in project.told("status")["findings"]] == ["workers"]
 
 
+@on_all_versions
 @pytest.mark.parametrize(
     ("rights", "named"),
     [
@@ -203,6 +203,7 @@ def test_rabbitmq_a_missing_right_is_one_finding(
         assert f"grant {' and '.join(named)} on ^tests\\." in found.remedy
 
 
+@on_all_versions
 def test_rabbitmq_who_declared_nothing_needs_no_right_to_configure(
     rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str
 ) -> None:

@@ -15,7 +15,6 @@ from socket import AF_UNIX, socket
 import pytest
 from kombu import Connection
 
-from tests.brokers import on_one_version
 from tests.integration.traffic import depth
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
@@ -60,7 +59,6 @@ def assert_arrive(url: str, count: int) -> None:
         assert depth(connection, QUEUE) == count
 
 
-@on_one_version
 def test_forked_children_and_their_parent_publish_on_their_own_connections(vhost_url: str) -> None:
     """Siblings that read each other's publisher confirms would wait for ever."""
     with process("-W", "ignore", "-c", FORK, url=vhost_url) as parent:
@@ -78,7 +76,6 @@ def get(address: Path) -> bytes:
 
 
 @pytest.mark.ci
-@on_one_version
 @pytest.mark.parametrize("worker_class", ["sync", "gevent"])
 def test_gunicorns_workers_publish_although_the_preloaded_app_has_published(
     worker_class: str, vhost_url: str, short_path: Path

@@ -18,7 +18,6 @@ from celery_native_delay import Delay, Rate, StoreUnavailable, install
 from celery_native_delay.app import broker
 from celery_native_delay.app.runs import runs_of
 from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis
-from tests.brokers import on_one_version
 from tests.hanging import hung
 from tests.traffic import send_task
 from tests.waiting import PATIENCE_SECONDS
@@ -67,7 +66,6 @@ def test_each_call_raises_in_time_while_the_redis_broker_hangs(
 
 
 @pytest.mark.ci
-@on_one_version
 def test_the_store_answers_while_rabbitmq_hangs(
     mortal_rabbitmq: PrivateRabbitMQ, tmp_path: Path
 ) -> None:

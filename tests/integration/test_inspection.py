@@ -22,7 +22,7 @@ from celery_native_delay.transports.rabbitmq.inspection import examine, verify
 from celery_native_delay.transports.rabbitmq.management import ManagementAPI, management_of
 from celery_native_delay.transports.rabbitmq.status import RabbitStatus, status
 from celery_native_delay.transports.rabbitmq.topology import Binding, Exchange, Queue, Topology
-from tests.brokers import in_turn, on_one_version
+from tests.brokers import in_turn
 from tests.integration.project import APP, Project
 from tests.integration.traffic import (
     SETTINGS,
@@ -33,6 +33,7 @@ from tests.integration.traffic import (
     delaying,
     delays_of,
     inbox,
+    on_all_versions,
     parked_count,
 )
 from tests.rabbitmqs import private_rabbitmq
@@ -104,7 +105,6 @@ def test_verify_finds_nothing_after_declaring(
         assert verified(connection, rabbitmq.management_url).unchecked == []
 
 
-@on_one_version
 def test_verify_finds_each_difference(rabbitmq: PrivateRabbitMQ, connection: Any) -> None:
     """And has changed nothing."""
     channel = connection.default_channel
@@ -147,6 +147,7 @@ def test_verify_finds_each_difference(rabbitmq: PrivateRabbitMQ, connection: Any
         assert found.unchecked == []
 
 
+@on_all_versions
 def test_verify_finds_policies_on_delay_queues(
     rabbitmq: PrivateRabbitMQ, connection: Any, vhost: str
 ) -> None:
@@ -214,7 +215,6 @@ def bare_rabbitmq(rabbitmq_version: str) -> Iterator[PrivateRabbitMQ]:
 
 
 @pytest.mark.ci
-@on_one_version
 def test_without_the_plugin_missing_queues_are_found_and_messages_counted(
     bare_rabbitmq: PrivateRabbitMQ, rabbitmq: PrivateRabbitMQ
 ) -> None:
@@ -239,7 +239,6 @@ def test_without_the_plugin_missing_queues_are_found_and_messages_counted(
             assert [level.waiting for level in counts.levels] == [0] * 3 + [None] + [0] * 4
 
 
-@on_one_version
 def test_verify_without_the_monitoring_tag_uses_amqp(rabbitmq: PrivateRabbitMQ, vhost: str) -> None:
     url = rabbitmq.add_user(f"clerk-{vhost}", "secret-word", vhost=vhost)
     with delaying(url) as connection:
@@ -262,6 +261,7 @@ SLOW = {"resolution": 1.0}
 SLOW_TOPOLOGY = Topology(DelaySettings.from_mapping(SETTINGS | SLOW))
 
 
+@on_all_versions
 def test_status_counts_messages_stuck_in_dead_lettering(
     rabbitmq: PrivateRabbitMQ, connection: Any, vhost_url: str
 ) -> None:
@@ -273,7 +273,6 @@ def test_status_counts_messages_stuck_in_dead_lettering(
     wait_until(lambda: counted(connection, rabbitmq.management_url).stuck == 3)
 
 
-@on_one_version
 @pytest.mark.ci
 def test_status_counts_messages_in_landing_queues(
     rabbitmq: PrivateRabbitMQ, connection: Any
@@ -304,7 +303,6 @@ def shop(project: Project, rabbitmq: PrivateRabbitMQ, vhost_url: str) -> Project
     return project.write(APP, vhost_url, management_url=rabbitmq.management_url)
 
 
-@on_one_version
 def test_declare_then_doctor(shop: Project, vhost_url: str) -> None:
     done = shop.delay("doctor")
     assert done.returncode == 1
@@ -335,7 +333,6 @@ def test_declare_then_doctor(shop: Project, vhost_url: str) -> None:
     assert [shop.delay(each).returncode for each in ("doctor", "declare", "doctor")] == [1, 0, 0]
 
 
-@on_one_version
 def test_status_prints_levels_waiting_parked_and_stuck_messages(
     shop: Project, rabbitmq: PrivateRabbitMQ, vhost_url: str
 ) -> None:
@@ -381,7 +378,6 @@ def test_status_prints_levels_waiting_parked_and_stuck_messages(
 
 
 @pytest.mark.ci
-@on_one_version
 def test_status_counts_what_waits_in_the_store_and_what_is_left_in_the_broker(
     tmp_path: Path, rabbitmq: PrivateRabbitMQ, vhost_url: str
 ) -> None:
@@ -405,7 +401,6 @@ def test_status_counts_what_waits_in_the_store_and_what_is_left_in_the_broker(
         assert (done.returncode, "does not work" in done.stderr) == (1, True)
 
 
-@on_one_version
 def test_parked_messages_are_listed_requeued_and_purged(shop: Project, vhost_url: str) -> None:
     assert shop.lines("parked", "list") == ["0 parked message(s)"]
     assert shop.told("parked", "requeue")["delivered"] == 0
@@ -450,7 +445,6 @@ def test_parked_messages_are_listed_requeued_and_purged(shop: Project, vhost_url
         assert parked_count(connection) == 0
 
 
-@on_one_version
 def test_a_wrong_password_is_a_one_line_error(shop: Project, vhost_url: str) -> None:
     shop.write(APP, vhost_url.replace("guest:guest", "guest:mistyped"))
     done = shop.delay("status")

@@ -12,7 +12,7 @@ from celery_native_delay.testing import PrivateRabbitMQ, vhost_name
 from celery_native_delay.transports.rabbitmq.inspection import verify
 from celery_native_delay.transports.rabbitmq.management import management_of
 from celery_native_delay.transports.rabbitmq.parking import rescue
-from tests.brokers import in_turn, on_one_version
+from tests.brokers import in_turn
 from tests.integration.traffic import (
     SETTINGS,
     TOPOLOGY,
@@ -183,7 +183,6 @@ def assert_a_worker_finds_the_full_queue(connection: Any) -> None:
     assert named() == part.guard() == []
 
 
-@on_one_version
 def test_messages_for_a_deleted_queue_are_parked_while_others_are_on_time(
     rabbitmq: PrivateRabbitMQ, vhost_url: str
 ) -> None:
@@ -203,7 +202,6 @@ def test_messages_for_a_deleted_queue_are_parked_while_others_are_on_time(
 # ---- namespaces and settings -------------------------------------------------------------------
 
 
-@on_one_version
 def test_two_settings_of_one_namespace_deliver_side_by_side(vhost_url: str) -> None:
     """The two share one parking queue."""
     with delaying(vhost_url, levels=8) as old, delaying(vhost_url, levels=9) as new:

@@ -37,7 +37,7 @@ from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis, vhost_nam
 from celery_native_delay.transports.moving import HELD_STAYS, Moving
 from celery_native_delay.transports.rabbitmq.topology import Topology
 from celery_native_delay.transports.rabbitmq.wrapping import COUNTED_BY_THE_QUEUE
-from tests.brokers import ON_SYSTEM, in_ci, installed_rabbitmq
+from tests.brokers import in_ci
 from tests.integration.project import APP, Project
 from tests.integration.traffic import depth
 from tests.traffic import inbox
@@ -76,11 +76,6 @@ def an_app(url: str, **settings: Any) -> Iterator[Celery]:
     """An installed app with few delay levels."""
     with closing(install(plain_app(url), **{**LEVELS, **settings})) as app:
         yield app
-
-
-@pytest.fixture(scope="session", params=[ON_SYSTEM])
-def rabbitmq_version(request: pytest.FixtureRequest) -> str:
-    return installed_rabbitmq(request.param)
 
 
 @pytest.fixture

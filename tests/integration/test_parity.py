@@ -46,6 +46,7 @@ from tests.integration.traffic import (
     delaying,
     delays_of,
     depth,
+    on_all_versions,
     parked_count,
 )
 from tests.traffic import eta_in, publish
@@ -494,6 +495,7 @@ def check(site: Site) -> None:
     assert sum(park.values()) <= parked_count(site.foreigner) <= len(park), parked(site)
 
 
+@on_all_versions
 @pytest.mark.timeout(600 if not MORE_EXAMPLES else 0)
 def test_a_delayed_message_arrives_where_the_undelayed_one_does(
     rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str
@@ -508,6 +510,7 @@ def test_a_delayed_message_arrives_where_the_undelayed_one_does(
     assert_nothing_held(rabbitmq, vhost)
 
 
+@on_all_versions
 def test_behind_exchange_to_exchange_bindings(
     rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str
 ) -> None:

@@ -26,7 +26,6 @@ from celery_native_delay.testing import PrivateRabbitMQ
 from celery_native_delay.transports.interface import WorkerPart
 from celery_native_delay.transports.rabbitmq import parking, routes
 from celery_native_delay.transports.rabbitmq.parking import Rescue, peek, rescue
-from tests.brokers import on_one_version
 from tests.integration.traffic import (
     TOPOLOGY,
     Inbox,
@@ -37,6 +36,7 @@ from tests.integration.traffic import (
     delaying,
     delays_of,
     inbox,
+    on_all_versions,
     parked_count,
 )
 from tests.traffic import PATIENCE_SECONDS, eta_in, publish
@@ -62,6 +62,7 @@ def park(connection: Any, body: Any, routing_key: str, **options: Any) -> None:
 # ---- rescue ----------------------------------------------------------------------------------
 
 
+@on_all_versions
 def test_a_due_message_is_published_to_its_exchange(connection: Any, vhost_url: str) -> None:
     """So that queues bound by plain connections get it as well.
 
@@ -97,7 +98,6 @@ def test_a_due_message_is_published_to_its_exchange(connection: Any, vhost_url: 
     assert arrival.waited
 
 
-@on_one_version
 @pytest.mark.ci
 @pytest.mark.parametrize("consumer", ["plain", "installed"])
 def test_a_cancelled_message_stays_cancelled(
@@ -123,7 +123,6 @@ def test_a_cancelled_message_stays_cancelled(
         assert seen.headers["expires"] == headers["expires"]
 
 
-@on_one_version
 def test_expired_messages_are_dropped(connection: Any) -> None:
     park(connection, "stale", "orders", expiration=0.2)
     park(connection, "fresh", "orders", expiration=600)
@@ -134,7 +133,6 @@ def test_expired_messages_are_dropped(connection: Any) -> None:
     assert bodies(Inbox(connection).consume(["orders"]).wait_for(1)) == ["fresh"]
 
 
-@on_one_version
 def test_an_expired_task_with_a_key_is_delivered_to_free_its_key(connection: Any) -> None:
     """Neither RabbitMQ nor the rescue drops it: a worker drops it, and frees the key."""
     headers = {"task": "t", KEY: {"v": 1, "kind": "unique", "key": "a", "until": "end"}}
@@ -150,7 +148,6 @@ def test_an_expired_task_with_a_key_is_delivered_to_free_its_key(connection: Any
         assert arrival.message.native_delay.expires_ms < time() * 1000
 
 
-@on_one_version
 def test_foreign_messages_stay_parked(connection: Any) -> None:
     """Messages that somebody else published to the parking queue are not deleted."""
     junk: list[Any] = [None, {}, *({HEADER: each} for each in ("x", {"v": 99, "due": 0}, {"v": 1}))]
@@ -166,7 +163,6 @@ def test_foreign_messages_stay_parked(connection: Any) -> None:
     assert bodies(Inbox(connection).consume(["nobody"]).wait_for(1)) == ["ours"]
 
 
-@on_one_version
 def test_messages_of_a_deleted_exchange_stay_parked(connection: Any, vhost_url: str) -> None:
     def declare() -> None:
         declare_exchange(connection, "shop", "direct")
@@ -191,7 +187,6 @@ def test_messages_of_a_deleted_exchange_stay_parked(connection: Any, vhost_url: 
 # ---- one rescue at a time, and its limits ----------------------------------------------------
 
 
-@on_one_version
 def test_a_rescue_delivers_once_what_a_full_queue_takes(connection: Any) -> None:
     """The queue refuses the others, which stay parked; the next rescue repeats none."""
     for number in range(3):
@@ -207,7 +202,6 @@ def test_a_rescue_delivers_once_what_a_full_queue_takes(connection: Any) -> None
     assert sorted(bodies(letters.wait_for(3))) == [0, 1, 2]
 
 
-@on_one_version
 def test_one_rescue_runs_at_a_time(connection: Any, vhost_url: str) -> None:
     park(connection, "hello", "nobody")
     wait_parked(connection, 1)
@@ -224,7 +218,6 @@ def test_one_rescue_runs_at_a_time(connection: Any, vhost_url: str) -> None:
     assert rescued(connection) == Rescue(still_parked=1)
 
 
-@on_one_version
 def test_a_round_publishes_few_messages_again_that_nobody_wants(
     connection: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,7 +233,6 @@ def test_a_round_publishes_few_messages_again_that_nobody_wants(
     assert rescued(connection) == Rescue(delivered=5)
 
 
-@on_one_version
 def test_all_workers_pause_after_a_round_that_left_messages_parked(
     connection: Any, vhost_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -267,7 +259,6 @@ def part_of(connection: Any) -> WorkerPart:
     return part
 
 
-@on_one_version
 def test_peek_leaves_the_order_of_messages(
     connection: Any, rabbitmq: PrivateRabbitMQ, vhost: str
 ) -> None:
@@ -292,6 +283,7 @@ def test_peek_leaves_the_order_of_messages(
     assert rescued(connection) == Rescue(delivered=5, still_parked=1)
 
 
+@on_all_versions
 def test_another_users_message_keeps_its_user_id(
     connection: Any, rabbitmq: PrivateRabbitMQ, vhost: str
 ) -> None:
@@ -328,6 +320,7 @@ def serve(connection: Any, queue: str, exchange: str, kind: str, **arguments: An
     delays_of(connection).prepare(consuming=True)
 
 
+@on_all_versions
 def test_a_queue_that_is_bound_while_a_message_waits_gets_it(
     connection: Any, producer: Any
 ) -> None:
@@ -340,7 +333,6 @@ def test_a_queue_that_is_bound_while_a_message_waits_gets_it(
     assert arrived(connection, "old", "new") == ("new", "waits")
 
 
-@on_one_version
 def test_a_message_goes_through_an_exchange_redeclared_with_another_type(
     connection: Any, producer: Any
 ) -> None:
@@ -354,7 +346,6 @@ def test_a_message_goes_through_an_exchange_redeclared_with_another_type(
     assert arrived(connection, "old", "new") == ("new", "waits")
 
 
-@on_one_version
 def test_a_producer_notices_that_an_exchange_has_another_type(
     connection: Any, producer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -371,7 +362,6 @@ def test_a_producer_notices_that_an_exchange_has_another_type(
     assert arrived(connection, "old", "new") == ("new", "after")
 
 
-@on_one_version
 def test_a_producer_notices_that_an_exchange_is_deleted(
     connection: Any, producer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -384,7 +374,6 @@ def test_a_producer_notices_that_an_exchange_is_deleted(
         publish(producer, "after", "a", exchange="shop", delay=0.2)
 
 
-@on_one_version
 def test_deleting_a_queue_that_is_consumed_succeeds_and_its_consumer_learns_of_it(
     connection: Any,
 ) -> None:
@@ -418,7 +407,6 @@ def long_url(request: pytest.FixtureRequest, rabbitmq: PrivateRabbitMQ) -> Itera
     rabbitmq.delete_vhost(request.param)
 
 
-@on_one_version
 @pytest.mark.parametrize(
     ("long_url", "name"),
     [
@@ -450,7 +438,6 @@ def test_a_name_that_the_broker_cannot_quote_is_refused_for_delays_only(
         assert connection.connection is connected
 
 
-@on_one_version
 def test_a_refused_name_does_not_stop_the_delays_of_others(vhost_url: str) -> None:
     """A missing queue, too, whose refusal would close the connection."""
     with delaying(vhost_url) as connection:
@@ -461,6 +448,7 @@ def test_a_refused_name_does_not_stop_the_delays_of_others(vhost_url: str) -> No
         assert bodies(Inbox(connection).consume(["orders"]).wait_for(1)) == ["later"]
 
 
+@on_all_versions
 @pytest.mark.parametrize(
     ("long_url", "name"),
     [

@@ -33,7 +33,6 @@ from celery_native_delay.transports.rabbitmq import delays, topology
 from celery_native_delay.transports.rabbitmq.channels import WindowChannel
 from celery_native_delay.transports.rabbitmq.delays import RabbitDelays
 from celery_native_delay.transports.rabbitmq.parking import rescue
-from tests.brokers import on_one_version
 from tests.integration.traffic import (
     TOPOLOGY,
     Arrival,
@@ -47,6 +46,7 @@ from tests.integration.traffic import (
     delete_levels,
     depth,
     inbox,
+    on_all_versions,
     parked_count,
 )
 from tests.traffic import beside, eta_in, publish
@@ -64,7 +64,6 @@ def assert_on_time(arrival: Arrival) -> None:
     assert arrival.lateness_seconds >= 0
 
 
-@on_one_version
 @pytest.mark.skipif(not hasattr(Producer, "batch"), reason="kombu has it since 5.7")
 def test_in_kombus_producer_batch_each_message_is_published_at_once(connection: Any) -> None:
     """As with kombu's own transport for RabbitMQ; delayed messages wait."""
@@ -82,7 +81,6 @@ def test_in_kombus_producer_batch_each_message_is_published_at_once(connection: 
 # ---- retries and lost brokers ----------------------------------------------------------------
 
 
-@on_one_version
 def test_a_publish_that_kombu_retries_keeps_its_delivery_id(
     connection: Any, vhost_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,7 +105,6 @@ def test_a_publish_that_kombu_retries_keeps_its_delivery_id(
     assert len(ids) == 2
 
 
-@on_one_version
 def test_a_confirm_that_never_comes_raises_in_time_and_does_not_concern_the_next_message(
     vhost_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,7 +128,6 @@ def test_a_confirm_that_never_comes_raises_in_time_and_does_not_concern_the_next
 
 
 @pytest.mark.ci
-@on_one_version
 def test_a_publish_during_a_memory_alarm_raises_in_time_and_arrives_afterwards(
     mortal_rabbitmq: PrivateRabbitMQ, mortal_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,7 +158,6 @@ def test_a_publish_during_a_memory_alarm_raises_in_time_and_arrives_afterwards(
     assert bodies(arrives(mortal_url, "orders")) == ["hello"]
 
 
-@on_one_version
 def test_a_message_that_becomes_due_during_a_retry_is_confirmed(
     connection: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,7 +181,6 @@ def test_a_message_that_becomes_due_during_a_retry_is_confirmed(
     assert isinstance(raised.value.__cause__, MessageNacked)
 
 
-@on_one_version
 def test_deleted_levels_are_declared_again_by_the_next_publish(
     connection: Any, vhost_url: str, rabbitmq: PrivateRabbitMQ
 ) -> None:
@@ -224,7 +218,6 @@ def refused(connection: Any, error: type[Exception], match: str, **options: Any)
     channel.queue_purge("orders")
 
 
-@on_one_version
 def test_refused_publishes_leave_the_channel_open(connection: Any) -> None:
     declare_queue(connection, "orders")
     refused(connection, NotFound, "nowhere", exchange="nowhere")
@@ -243,6 +236,7 @@ def level_arguments(name: str) -> dict[str, Any]:
     return next(queue.arguments for queue in queues if queue.name == name)
 
 
+@on_all_versions
 def test_a_publish_names_a_level_queue_with_another_ttl(vhost_url: str) -> None:
     wrong = TOPOLOGY.level_queue(8)
     with Connection(vhost_url) as admin:
@@ -259,6 +253,7 @@ def test_a_publish_names_a_level_queue_with_another_ttl(vhost_url: str) -> None:
     connection.release()
 
 
+@on_all_versions
 def test_a_user_without_configure_permission(
     rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str
 ) -> None:
@@ -280,7 +275,6 @@ def test_a_user_without_configure_permission(
 # ---- destinations ----------------------------------------------------------------------------
 
 
-@on_one_version
 @pytest.mark.parametrize("key", ["k" * 255, "é" * 127 + "k", "%" * 100], ids=len)
 @pytest.mark.parametrize("kind", ["direct", "topic"])
 def test_a_long_routing_key(connection: Any, vhost_url: str, kind: str, key: str) -> None:
@@ -297,7 +291,6 @@ def test_a_long_routing_key(connection: Any, vhost_url: str, kind: str, key: str
     assert {a.message.delivery_info["routing_key"] for a in came} == {key}
 
 
-@on_one_version
 @pytest.mark.parametrize("kind", ["direct", "topic", "fanout", "headers"])
 @pytest.mark.parametrize("overflow", ["drop-head", "reject-publish"])
 def test_an_unbound_queue_gets_no_delayed_messages(
@@ -329,7 +322,6 @@ def test_an_unbound_queue_gets_no_delayed_messages(
     assert parked_count(connection) == 0
 
 
-@on_one_version
 def test_an_auto_delete_queue_gets_its_messages_after_its_consumer_restarted(
     connection: Any, vhost_url: str
 ) -> None:
@@ -343,7 +335,6 @@ def test_an_auto_delete_queue_gets_its_messages_after_its_consumer_restarted(
     assert parked_count(connection) == 0
 
 
-@on_one_version
 def test_messages_of_a_queue_that_we_deleted_are_parked_until_it_exists_again(
     connection: Any, vhost_url: str
 ) -> None:
@@ -361,6 +352,7 @@ def test_messages_of_a_queue_that_we_deleted_are_parked_until_it_exists_again(
     assert sorted(bodies(arrives(vhost_url, "orders", 2))) == ["one", "two"]
 
 
+@on_all_versions
 @pytest.mark.parametrize("known_by", ["arguments", "passive", "nothing"])
 def test_a_queue_with_reject_publish_gets_each_message_once(
     connection: Any, vhost_url: str, known_by: str
@@ -388,7 +380,6 @@ def test_a_queue_with_reject_publish_gets_each_message_once(
 # ---- due times -------------------------------------------------------------------------------
 
 
-@on_one_version
 def test_no_message_comes_even_a_part_of_a_millisecond_too_early(
     vhost_url: str, connection: Any
 ) -> None:
@@ -407,6 +398,7 @@ def test_no_message_comes_even_a_part_of_a_millisecond_too_early(
 # ---- content ---------------------------------------------------------------------------------
 
 
+@on_all_versions
 def test_a_message_that_expires_before_it_is_due_is_delivered_when_due(connection: Any) -> None:
     """The receiver sees that it has expired."""
     declare_queue(connection, "orders")
@@ -416,7 +408,6 @@ def test_a_message_that_expires_before_it_is_due_is_delivered_when_due(connectio
     assert arrival.message.native_delay.expires_ms < arrival.at * 1000
 
 
-@on_one_version
 def test_a_task_put_back_twice_has_one_delivery_id(connection: Any, vhost_url: str) -> None:
     """Put back twice after a lost confirm: both messages are copies of one delivery."""
     declare_queue(connection, "orders")
@@ -434,7 +425,6 @@ def test_a_task_put_back_twice_has_one_delivery_id(connection: Any, vhost_url: s
     assert len({arrival.message.native_delay.delivery_id for arrival in came}) == 1
 
 
-@on_one_version
 def test_a_batch_put_back_tells_which_message_the_broker_did_not_take(
     connection: Any, vhost_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

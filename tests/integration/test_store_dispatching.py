@@ -30,10 +30,10 @@ from celery_native_delay.store.interface import Row, Store
 from celery_native_delay.store.opened import store_at
 from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis
 from celery_native_delay.transports.rabbitmq.from_store import RowPublisher
-from tests.brokers import on_one_version
 from tests.conformance.brokers import Broker, options_of, running_broker, settings_of
 from tests.conformance.traffic import delaying, waiting_count
 from tests.integration.project import Project
+from tests.integration.traffic import on_all_versions
 from tests.traffic import PATIENCE_SECONDS, beside, inbox, publish
 from tests.waiting import wait_until
 
@@ -228,6 +228,7 @@ def test_a_broker_that_is_away_is_tried_again_and_its_messages_are_not_to_blame(
     assert "No such file or directory" in caplog.text
 
 
+@on_all_versions
 @pytest.mark.rabbitmq
 def test_a_dispatcher_with_write_permission_only_publishes_to_exchanges(
     rabbitmq: PrivateRabbitMQ, vhost: str, vhost_url: str
@@ -244,6 +245,7 @@ def test_a_dispatcher_with_write_permission_only_publishes_to_exchanges(
             assert letters.wait_for(1)[0].body == "due"
 
 
+@on_all_versions
 @pytest.mark.rabbitmq
 def test_a_row_for_an_exchange_without_permission_doubles_no_other(
     rabbitmq: PrivateRabbitMQ, vhost: str, vhost_url: str
@@ -267,6 +269,7 @@ def test_a_row_for_an_exchange_without_permission_doubles_no_other(
         assert bodies == list(range(99))
 
 
+@on_all_versions
 @pytest.mark.rabbitmq
 def test_what_rabbitmq_refuses_is_parked_and_doubles_no_other(
     vhost_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -421,7 +424,6 @@ def test_a_task_that_is_sent_twice_is_stored_once(app: Celery) -> None:
     assert numbers(store_of_app(app)) == list(range(20))
 
 
-@on_one_version
 def test_arguments_that_celery_converts_arrive_converted(
     vhost_url: str, store_redis: PrivateRedis
 ) -> None:
@@ -440,7 +442,6 @@ def test_arguments_that_celery_converts_arrive_converted(
     assert (sorted(found), batch.result.by_template) == ([[0], [1], [2], [3]], 0)
 
 
-@on_one_version
 def test_only_named_tasks_are_stored(
     rabbitmq: PrivateRabbitMQ, vhost_url: str, store_redis: PrivateRedis
 ) -> None:

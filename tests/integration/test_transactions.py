@@ -46,14 +46,12 @@ from celery_native_delay.bulk import bulk
 from celery_native_delay.store.dispatcher import TransactionRelay
 from celery_native_delay.store.opened import store_at
 from celery_native_delay.testing import PrivateRabbitMQ
-from tests.brokers import in_ci, on_one_version
+from tests.brokers import in_ci
 from tests.conformance.brokers import running_database
 from tests.traffic import beside
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
 django = pytest.importorskip("django")
-
-pytestmark = on_one_version
 
 HOUR_SECONDS = 3600
 

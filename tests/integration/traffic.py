@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic, time
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
+import pytest
 from kombu import Connection
 
 from celery_native_delay import DelaySettings
@@ -16,9 +17,11 @@ from celery_native_delay.testing import PrivateRabbitMQ, vhost_name
 from celery_native_delay.transports.rabbitmq.delays import RabbitDelays
 from celery_native_delay.transports.rabbitmq.topology import Topology
 from tests import traffic
+from tests.brokers import ON_RABBITMQS
 from tests.waiting import wait_until
 
-T = TypeVar("T")
+on_all_versions = pytest.mark.parametrize("rabbitmq_version", ON_RABBITMQS, indirect=True)
+"""Run a test on each RabbitMQ version: for code that may behave differently on them."""
 
 SETTINGS = {"namespace": "tests", "levels": 8, "fused_bits": 0, "resolution": 0.02}
 """Few and short levels: quick to declare, and a delay is over in an instant."""
