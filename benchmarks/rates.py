@@ -17,9 +17,9 @@ from benchmarks.measuring import Bench, Result, Target, median, percentile
 from celery_native_delay import Delay, Rate
 from celery_native_delay.bulk import bulk
 from celery_native_delay.rates.in_records import RecordedLines
+from celery_native_delay.rates.in_redis import RedisLines
 from celery_native_delay.rates.line import Asked
-from celery_native_delay.records.redis import IndexKeys, RedisRecords
-from celery_native_delay.records.redis_link import RedisLink
+from celery_native_delay.records.redis import IndexKeys
 from celery_native_delay.store.sql import SqlStore
 from celery_native_delay.testing import PrivateRedis, private_redis
 
@@ -66,9 +66,8 @@ def row(result: Result, what: str, way: str, figure: float, unit: str, more: str
 def gate(bench: Bench, server: PrivateRedis, result: Result) -> None:
     pool = redis.ConnectionPool.from_url(server.url)
     connection = pool.make_connection()
-    link = RedisLink(pool, "Redis", timeout_seconds=1)
     store = SqlStore(f"sqlite:///{bench.folder}/rates.db", "bench", timeout_seconds=5)
-    in_redis = RecordedLines(RedisRecords(link, IndexKeys("bench")), link.close)
+    in_redis = RedisLines(pool, IndexKeys("bench"), server.url)
 
     def ping() -> None:
         connection.send_command("PING")

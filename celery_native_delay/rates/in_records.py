@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
-from ..records.interface import Change, RecordName, Records, Snapshot, T
+from ..records.interface import Change, RecordName, Snapshot, T
 from .line import Asked, Decide, Line, RateLine, Turn, ask_all, at_rate, seen_longest_first
 from .rate import Rate
 
@@ -15,10 +16,8 @@ class RecordedLines:
     A line is the queue of waiting tasks with the same rate limit and the same key.
     """
 
-    def __init__(self, records: Records, close: Callable[[], object] = lambda: None) -> None:
-        """*close* closes the connections of *records*, unless other code uses them, too."""
+    def __init__(self, records: Any) -> None:
         self._records = records
-        self.close = close
 
     def ask(self, asked: Sequence[Asked], *, may_start: bool = True) -> Turn:
         """Decide if a task may start now: every rate limit in *asked* must permit the start.
@@ -36,12 +35,16 @@ class RecordedLines:
             return [_stored(line, each.rate, now_us, None) for line, each in stored], turn
 
         names = [RecordName("rate", each.line) for each in asked]
-        return self._records.change_all(names, change)
+        turn: Turn = self._records.change_all(names, change)
+        return turn
 
     def look(self, limit: int) -> list[RateLine]:
         """Return the states of up to *limit* lines, most waiting tasks first."""
         at_us, found = self._records.latest("rate", limit)
         return seen_longest_first(found, at_us)
+
+    def close(self) -> None:
+        """Do nothing: other parts of this process share the database connection."""
 
     def change(self, asked: Asked, decide: Decide[T], *, sets: bool | None = None) -> T:
         """Change one line by the function *decide*, and return the answer of *decide*.
@@ -56,7 +59,8 @@ class RecordedLines:
             line, answer = decide(line, rate, snapshot.now_us)
             return _stored(line, rate, snapshot.now_us, answer)
 
-        return self._records.change(RecordName("rate", asked.line), changed)
+        answer: T = self._records.change(RecordName("rate", asked.line), changed)
+        return answer
 
 
 def _read(snapshot: Snapshot, asked: Asked, *, sets: bool | None = None) -> tuple[Line, Rate]:

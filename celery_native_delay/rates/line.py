@@ -16,6 +16,8 @@ Before each start two conditions are checked:
 - The number of starts within the last period is below the limit.
 
 Therefore redelivered messages and messages without a place cannot break the rate limit.
+
+``in_redis.py`` has the same arithmetic in Lua, and a test compares the two.
 """
 
 from __future__ import annotations

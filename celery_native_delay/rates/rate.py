@@ -183,6 +183,12 @@ class Rate:
         """The maximum number of stored start times."""
         return self.most // self.noted_each
 
+    @cached_property
+    def numbers(self) -> str:
+        """The rate in numbers (spacing, period and so on) as text, for the Redis scripts."""
+        pace = f"{self.spacing_us} {self.ahead_us} {self.period_us} {self.window_us}"
+        return f"{pace} {self.catch_up_us} {self.noted_each} {self.noted}"
+
     @property
     def _parts(self) -> tuple[str, str, str]:
         found = _RATE.fullmatch(self.limit)

@@ -73,9 +73,6 @@ class Change(Generic[T]):
 #: A pure function that computes the change of a stored state, and may be called several times.
 Decide: TypeAlias = Callable[[Snapshot], Change[T]]
 
-#: Computes the changes of several states, and the answer to the caller.
-DecideAll: TypeAlias = Callable[[Sequence[Snapshot]], tuple[Sequence[Change[Any]], T]]
-
 #: A function that makes or publishes the caller's message. The arguments are the due time, the
 #: message's delivery id, and the microseconds by which this machine's clock is ahead of the clock
 #: of the Redis or database.
@@ -124,10 +121,6 @@ class Records(ABC):
         Returns:
             the value ``Change.answer``.
         """
-
-    @abstractmethod
-    def change_all(self, names: Sequence[RecordName], decide: DecideAll[T]) -> T:
-        """Change several stored states of one kind, which :meth:`latest` lists, in one step."""
 
     @abstractmethod
     def load(self, names: Sequence[RecordName]) -> list[str | None]:

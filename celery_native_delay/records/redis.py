@@ -16,7 +16,6 @@ from typing import Any
 from .interface import (
     Change,
     Decide,
-    DecideAll,
     Publish,
     RecordName,
     Records,
@@ -180,31 +179,6 @@ return 1
 )
 
 
-#: Reads records. Returns the time in µs, then the text of each, or nil.
-_LOOK_AT_ALL = NOW + "return {now, unpack(redis.call('MGET', unpack(KEYS)))}"
-
-#: Changes listed records in one step. KEYS 1: names of the records' kind; then the records. ARGV
-#: for each record: name, its text as it was read, new text, expiry in µs. Returns 0, and writes
-#: nothing, if one has changed since it was read. DEL, which needs no memory, lets a full Redis take
-#: the rest.
-_COMPARE_AND_SET_ALL = (
-    NOW
-    + """
-local call = redis.call
-for at = 2, #KEYS do
-    if (call('GET', KEYS[at]) or '') ~= ARGV[4 * at - 6] then return 0 end
-end
-for at = 2, #KEYS do
-    local name, before, new, ends = unpack(ARGV, 4 * at - 7, 4 * at - 4)
-    if before == '' then call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now) end
-    call('DEL', KEYS[at])
-    call('SET', KEYS[at], new, 'PX', string.format('%.0f', (ends - now) / 1000 + 1))
-    call('ZADD', KEYS[1], ends, name)
-end
-return 1
-"""
-)
-
 #: KEYS the sorted set of names. ARGV limit, prefix of the records' keys. Returns the time in µs,
 #: then the name and the text of each record.
 _LATEST = (
@@ -289,21 +263,6 @@ class RedisRecords(Records):
             return change
 
         return tried_again(name.name, attempt).answer
-
-    def change_all(self, names: Sequence[RecordName], decide: DecideAll[T]) -> T:
-        records = [self.keys.record(name) for name in names]
-
-        def attempt() -> tuple[T] | None:
-            now_us, *found = self._link.run(_LOOK_AT_ALL, records)
-            texts = [None if text is None else text.decode() for text in found]
-            changes, answer = decide([Snapshot(now_us, text) for text in texts])
-            arguments: list[Any] = []
-            for name, text, change in zip(names, texts, changes, strict=True):
-                arguments += [name.name, text or "", change.text, change.kept_us]
-            keys = [self.keys.names(names[0].kind), *records]
-            return (answer,) if self._link.run(_COMPARE_AND_SET_ALL, keys, *arguments) else None
-
-        return tried_again(names[0].name, attempt)[0]
 
     def _compare_and_set(
         self, name: RecordName, before: Snapshot, change: Change[Any], new: Any, gone: list[str]

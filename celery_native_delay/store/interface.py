@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from ..errors import NoStore
 from ..finding import Finding
+from ..rates.in_records import RecordedLines
 from ..records.interface import Change, RecordName, Records, Snapshot
 from ..records.waiting import WaitingTasks
 from .entry import StoreEntry
@@ -170,6 +171,10 @@ class Store(ABC):
     @abstractmethod
     def state(self) -> Records:
         """The state of keys, rates, schedules and leases. Changes a key and its row at once."""
+
+    def lines(self) -> RecordedLines:
+        """Return the lines of rate-limited tasks."""
+        return RecordedLines(self.state)
 
     @abstractmethod
     def tasks(self, delays: Any) -> WaitingTasks:

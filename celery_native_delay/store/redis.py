@@ -12,6 +12,8 @@ from typing import Any
 
 from ..errors import StoreUnavailable
 from ..finding import Finding
+from ..rates.in_records import RecordedLines
+from ..rates.in_redis import RedisLines
 from ..records.redis import ROWS, IndexKeys, RedisRecords
 from ..records.redis_link import RedisLink, redis_client
 from ..records.waiting import Replacement, WaitingTasks
@@ -354,6 +356,9 @@ class RedisStore(RedisRows, Store):
         self.patience_us = round(timeout_seconds / 2 * 1_000_000)
         pool = self.client.connection_pool
         self.link = RedisLink(pool, self.what, timeout_seconds=timeout_seconds / 2)
+
+    def lines(self) -> RecordedLines:
+        return RedisLines(self.client.connection_pool, self.keys, self.where)
 
     def tasks(self, delays: Any) -> WaitingTasks:
         return RedisTasks(self, delays)

@@ -14,7 +14,6 @@ from sqlalchemy.dialects import postgresql, sqlite
 from ..records.interface import (
     Change,
     Decide,
-    DecideAll,
     Publish,
     RecordName,
     Records,
@@ -103,7 +102,13 @@ class SqlState(Records):
         found: bool = self._store.do_soon(claimed)
         return found
 
-    def change_all(self, names: Sequence[RecordName], decide: DecideAll[T]) -> T:
+    def change_all(
+        self,
+        names: Sequence[RecordName],
+        decide: Callable[[Sequence[Snapshot]], tuple[Sequence[Change[Any]], T]],
+    ) -> T:
+        """Change several stored states of one kind in one transaction."""
+
         def changed(connection: Connection) -> T:
             rows = {row.digest: row for row in connection.execute(_LOCK, self._these(*names))}
             at_us = now_us(connection)

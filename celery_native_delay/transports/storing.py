@@ -107,7 +107,7 @@ class StoringChannel:
 
     def lines(self, settings: DelaySettings) -> RecordedLines:
         """Return the lines of rate-limited tasks; raise NoStore without a store."""
-        return RecordedLines(self.needed_store.state)
+        return self.needed_store.lines()
 
     # --- publishing ------------------------------------------------------------------------
 

@@ -22,12 +22,10 @@ import pytest
 from redis.connection import AbstractConnection
 from sqlalchemy import create_engine, event, inspect, text
 
-from celery_native_delay import Query, Verdict
+from celery_native_delay import Query, Rate, Verdict
 from celery_native_delay.errors import StoreUnavailable
 from celery_native_delay.finding import WRONG
-from celery_native_delay.rates.in_records import RecordedLines
 from celery_native_delay.rates.line import Asked, Turn
-from celery_native_delay.rates.rate import Rate
 from celery_native_delay.records.cancelled import note_cancelled, was_cancelled
 from celery_native_delay.records.interface import Change, RecordName, Snapshot
 from celery_native_delay.records.waiting import WaitingTasks
@@ -550,13 +548,14 @@ def test_concurrent_starts_at_two_rates_are_each_counted_at_both(store: Store, u
     turns: list[Turn] = []
 
     def start() -> None:
-        with closing(opened(url, store.namespace)) as own:
-            turns.extend(RecordedLines(own.state).ask(asked) for _ in range(5))
+        with closing(opened(url, store.namespace)) as own, closing(own.lines()) as lines:
+            turns.extend(lines.ask(asked) for _ in range(5))
 
     together(*[start] * 4)
     assert sum(turn.starts for turn in turns) == 10
     assert sorted(turn.place for turn in turns if turn.place is not None) == [*range(10, 20)]
-    told = {line.task: line for line in RecordedLines(store.state).look(10)}
+    with closing(store.lines()) as lines:
+        told = {line.task: line for line in lines.look(10)}
     assert [(told[name].waiting, told[name].starts_last_period) for name in sorted(told)] == [
         (0, 10),
         (10, 10),

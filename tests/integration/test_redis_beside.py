@@ -18,7 +18,6 @@ from redis import CredentialProvider
 from celery_native_delay import Delay, StoreUnavailable, install
 from celery_native_delay.app.doctor import examine
 from celery_native_delay.finding import WRONG
-from celery_native_delay.rates.in_records import RecordedLines
 from celery_native_delay.rates.line import Asked
 from celery_native_delay.rates.rate import Rate
 from celery_native_delay.records.waiting import Replacement
@@ -164,10 +163,11 @@ def test_a_full_redis_takes_no_task_and_lets_waiting_ones_go(own_redis: PrivateR
         add(store, 1, 2, wait_us=-1)
         add(store, 3, 4)
         asked = [Asked("shop.remind", None, Rate.of("1/h"))]
-        lines = RecordedLines(store.state)
+        lines = store.lines()
         assert not lines.ask(asked).wait_us
         own_redis.client.config_set("maxmemory", 1)
         assert lines.ask(asked).wait_us
+        lines.close()
         with pytest.raises(StoreUnavailable, match="maxmemory"):
             add(store, 5)
         assert any("maxmemory" in each.problem for each in store.findings())

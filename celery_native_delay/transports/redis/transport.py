@@ -14,8 +14,6 @@ from kombu.transport import redis
 from ...rates.in_records import RecordedLines
 from ...records.interface import Records
 from ...records.publishing import RecordedPublish
-from ...records.redis import RedisRecords
-from ...records.redis_link import RedisLink
 from ...records.waiting import WaitingTasks
 from ...settings import DelaySettings
 from ..interface import AdminPart, WorkerPart
@@ -23,9 +21,6 @@ from ..moving import MovingPart
 from ..virtual.channel import DelayingChannel, DelayingTransport
 from .delays import RedisDelays
 from .keys import Destination
-
-#: Seconds that the server may take to connect, and for an answer about a rate.
-_LINE_SECONDS = 1.0
 
 logger = logging.getLogger(__name__)
 
@@ -83,9 +78,9 @@ class RedisDelayingChannel(DelayingChannel):
     def lines(self: Any, settings: DelaySettings) -> RecordedLines:
         if self.store is not None:
             return super().lines(settings)
-        what = f"the lines of rated tasks at {self.connection.client.as_uri()}"
-        link = RedisLink(self.pool, what, timeout_seconds=_LINE_SECONDS)
-        return RecordedLines(RedisRecords(link, self.delays.keys), link.close)
+        from ...rates.in_redis import RedisLines
+
+        return RedisLines(self.pool, self.delays.keys, self.connection.client.as_uri())
 
     def let_wait(self, queue: str, message: dict[str, Any], *, due_us: int, **kwargs: Any) -> None:
         self.delays.publish(
