@@ -43,7 +43,7 @@ from celery_native_delay.keyed.rules import Seen
 from celery_native_delay.message import Delayed
 from celery_native_delay.transports.interface import Wait
 from tests.conformance.brokers import Broker, needs_store, options_of, settings_of, without
-from tests.conformance.traffic import SETTINGS, attended
+from tests.conformance.traffic import SETTINGS, installed_app
 from tests.traffic import Inbox
 from tests.waiting import PATIENCE_SECONDS
 
@@ -71,19 +71,10 @@ def reindexed(*args: Any) -> tuple[Any, ...]:
 def app(
     broker: Broker, new_store: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Celery]:
-    """An installed app with results, and with a store beside its broker if that needs one."""
     url = broker.new_space()
-    more: dict[str, Any] = settings_of(url)
-    if needs_store(url):
-        more["store"] = new_store(url)
-    results = tmp_path_factory.mktemp("results")
-    app = Celery("shop", broker=url, backend=f"file://{results}", set_as_current=False)
-    app.conf.broker_transport_options = options_of(url)
-    app.conf.task_default_queue = "jobs"
-    app.task(name=TASK)(reindexed)
-    with attended(url, **more):
-        yield install(app, **SETTINGS, **more)
-        app.close()
+    with installed_app(url, tmp_path_factory.mktemp("results"), new_store) as app:
+        app.task(name=TASK)(reindexed)
+        yield app
     broker.remove_space(url)
 
 
@@ -625,6 +616,11 @@ def test_wrong_arguments_of_keyed_calls_are_refused_with_the_reason(
     for arguments, error, said in refused:
         with pytest.raises(error, match=said):
             delay.cancel(**arguments)
+    with (
+        Connection("memory://") as elsewhere,
+        pytest.raises(CannotDelay, match="leave out the options connection"),
+    ):
+        delay.debounce(reindex.s().set(connection=elsewhere), key=key, seconds=1)
     app.conf.task_protocol = 1
     with pytest.raises(CannotDelay, match="task_protocol = 2"):
         Delay(app).debounce(reindex.s(), key=key, seconds=5)
@@ -640,15 +636,6 @@ def test_without_store_a_keyed_call_names_the_setting(app: Celery, key: str) -> 
             times = {} if isinstance(call, partial) else {"seconds": 1}
             with pytest.raises((NoStore, UnsupportedBroker), match="set native_delay_store"):
                 call(signature, key=key, **times)  # type: ignore[arg-type]
-
-
-def test_a_keyed_call_on_another_brokers_connection_is_refused(
-    key: str, app: Celery, delay: Delay, reindex: Any
-) -> None:
-    with Connection("memory://") as elsewhere:
-        signature = reindex.s(1).set(connection=elsewhere)
-        with pytest.raises(CannotDelay, match="leave out the options connection"):
-            delay.debounce(signature, key=key, seconds=1)
 
 
 def test_eager_tasks_run_at_once(key: str, app: Celery, delay: Delay, reindex: Any) -> None:

@@ -27,15 +27,8 @@ from celery_native_delay.app.installation import installed
 from celery_native_delay.bulk import bulk
 from celery_native_delay.cli import delay as cli
 from celery_native_delay.testing import vhost_name
-from tests.conformance.brokers import (
-    Broker,
-    RabbitMQ,
-    needs_store,
-    options_of,
-    settings_of,
-    without,
-)
-from tests.conformance.traffic import SETTINGS, attended
+from tests.conformance.brokers import Broker, RabbitMQ, without
+from tests.conformance.traffic import installed_app, plain
 from tests.traffic import JOBS, Inbox, inbox, send_task
 from tests.waiting import wait_until
 
@@ -49,25 +42,9 @@ LEVELS = 20
 
 
 @pytest.fixture
-def plain_app(url: str, tmp_path: Path) -> Iterator[Celery]:
-    """An app without the package, with results in a folder."""
-    app = Celery("shop", broker=url, backend=f"file://{tmp_path}", set_as_current=False)
-    app.conf.broker_transport_options = options_of(url)
-    with app:
-        yield app
-
-
-@pytest.fixture
 def app(url: str, tmp_path: Path, new_store: Callable[[str], str]) -> Iterator[Celery]:
-    """An installed app, with a store if its broker needs one."""
-    app = Celery("shop", broker=url, backend=f"file://{tmp_path}", set_as_current=False)
-    app.conf.broker_transport_options = options_of(url)
-    more: dict[str, Any] = settings_of(url)
-    if needs_store(url):
-        more["store"] = new_store(url)
-    with attended(url, **more):
-        yield install(app, **SETTINGS | {"levels": LEVELS}, **more)
-        app.close()
+    with installed_app(url, tmp_path, new_store, levels=LEVELS) as app:
+        yield app
 
 
 @pytest.fixture
@@ -162,11 +139,11 @@ def test_a_cancelled_task_is_delivered_at_once_with_the_mark_cancelled(
 
 
 def test_for_a_plain_worker_a_cancelled_task_has_expired(
-    app: Celery, delay: Delay, plain_app: Celery
+    app: Celery, delay: Delay, url: str
 ) -> None:
     send_task(app, 1, countdown=3600)
     assert delay.cancel("order-1")
-    with plain_app.connection_for_read() as connection, inbox(connection, JOBS) as arriving:
+    with plain(url) as connection, inbox(connection, JOBS) as arriving:
         (arrival,) = arriving.wait_for(1)
     assert datetime.fromisoformat(arrival.message.headers["expires"]) < datetime.now(UTC)
 
@@ -376,21 +353,18 @@ def test_uninstall_removes_everything_after_it_moved_what_waits(
             assert "2 task(s) moved to their queues" in uninstalled(draining, "--move-to-eta")
         assert "removed " in uninstalled(draining)
         assert "removed 0 " in uninstalled(draining)
-    with Celery("plain", broker=url, set_as_current=False) as plain:
-        plain.conf.broker_transport_options = options_of(url)
-        with plain.connection_for_read() as connection, inbox(connection, JOBS) as arriving:
+    with plain(url) as connection, inbox(connection, JOBS) as arriving:
 
-            def moved() -> list[Any]:
-                """The tasks without the one whose message says that it was cancelled."""
-                return [
-                    each for each in arriving.arrivals if each.message.headers["id"] != "order-2"
-                ]
+        def moved() -> list[Any]:
+            """The headers of tasks, without the one that says that its task was cancelled."""
+            headers = [each.message.headers for each in arriving.arrivals]
+            return [each for each in headers if each["id"] != "order-2"]
 
-            assert arriving.receive_until(lambda: len(moved()) == 2)
-            for arrival in moved():
-                eta = datetime.fromisoformat(arrival.message.headers["eta"])
-                assert 0 < (eta - datetime.now(UTC)).total_seconds() <= 3000
-                assert "native_delay" not in str(arrival.message.headers)
+        assert arriving.receive_until(lambda: len(moved()) == 2)
+        for headers in moved():
+            eta = datetime.fromisoformat(headers["eta"])
+            assert 0 < (eta - datetime.now(UTC)).total_seconds() <= 3000
+            assert "native_delay" not in str(headers)
     if isinstance(broker, RabbitMQ):
         vhost = vhost_name(url)
         names = [each["name"] for each in broker.server.queues(vhost)]

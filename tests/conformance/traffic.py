@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from threading import Event
 from typing import Any
 
+from celery import Celery
 from kombu import Connection, Queue
 
-from celery_native_delay import DelaySettings, StoreUnavailable
+from celery_native_delay import DelaySettings, StoreUnavailable, install
 from celery_native_delay.transports.interface import AdminPart, WorkerPart
-from tests.conformance.brokers import options_of, settings_of
-from tests.traffic import beside
+from tests.conformance.brokers import needs_store, options_of, settings_of
+from tests.traffic import JOBS, beside
 
 #: On RabbitMQ few and short levels, which are quick to declare; the longest delay is 163.84 s.
 SETTINGS = {"namespace": "tests", "levels": 13, "fused_bits": 0, "resolution": 0.02}
@@ -51,6 +53,23 @@ def attended(url: str, **own: Any) -> Iterator[None]:
 
         stack.enter_context(beside(rescue, stop=ended.set))
         yield
+
+
+@contextmanager
+def installed_app(
+    url: str, folder: Path, new_store: Callable[[str], str], **more: Any
+) -> Iterator[Celery]:
+    """An installed app with results in *folder*, and with a store if its broker needs one.
+
+    A worker's background jobs run until the block ends.
+    """
+    settings: dict[str, Any] = settings_of(url)
+    if needs_store(url):
+        settings["store"] = new_store(url)
+    app = Celery("shop", broker=url, backend=f"file://{folder}", set_as_current=False)
+    app.conf.update(broker_transport_options=options_of(url), task_default_queue=JOBS)
+    with attended(url, **settings), app:
+        yield install(app, **SETTINGS | more, **settings)
 
 
 def waiting_count(connection: Any) -> int:
