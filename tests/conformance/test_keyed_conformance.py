@@ -574,56 +574,46 @@ def test_options_of_a_signature_are_kept(key: str, delay: Delay, reindex: Any) -
 def test_wrong_arguments_of_keyed_calls_are_refused_with_the_reason(
     key: str, app: Celery, delay: Delay, reindex: Any
 ) -> None:
-    several = [
-        (group(reindex.s(1), reindex.s(2)), "a group"),
-        (chain(reindex.s(1), reindex.s(2)), "a chain"),
-        (chord([reindex.s(1)], reindex.s(2)), "a chord"),
+    debounce, throttle, unique = (
+        partial(call, key=key) for call in (delay.debounce, delay.throttle, delay.unique)
+    )
+    one, two, cancel = reindex.s(1), reindex.s(2), delay.cancel
+    known, other = one.clone().set(task_id="mine"), one.clone().set(countdown=5)
+    elsewhere = one.clone().set(connection=Connection("memory://"))
+    by_key: dict[str, Any] = {"key": key, "task": TASK, "kind": "unique"}
+    two_times: dict[str, Any] = {"countdown": 1, "eta": datetime.now(UTC)}
+    shorter = {"seconds": 5, "max_wait_seconds": 1}
+    refused: list[tuple[type[Exception], str, Callable[[], object]]] = [
+        (TypeError, "a single task, got a group", partial(unique, group(one, two))),
+        (TypeError, "a single task, got a chain", partial(unique, chain(one, two))),
+        (TypeError, "a single task, got a chord", partial(unique, chord([one], two))),
+        (TypeError, r"write .*\.s\(\)", partial(unique, reindex)),
+        (TypeError, "key to be a text such as", partial(unique, one, key=7)),
+        (ValueError, "text that UTF-8 can encode, got 'a", partial(unique, one, key="a\ud800")),
+        (ValueError, "until to be 'start' or 'end'", partial(unique, one, until="now")),
+        (InvalidDueTime, "longest delay", partial(unique, one, countdown=1e12)),
+        (InvalidDueTime, "countdown or eta", partial(unique, one, **two_times)),
+        (InvalidDueTime, "at least seconds=5", partial(debounce, one, **shorter)),
+        (CannotDelay, "leave out .* connection", partial(debounce, elsewhere, seconds=1)),
+        (ValueError, "edge to be 'leading' or", partial(throttle, one, seconds=5, edge="up")),
+        (TypeError, "signature without countdown", partial(throttle, other, seconds=5)),
+        (TypeError, "without task_id: with", partial(throttle, known, seconds=5, edge="both")),
+        (TypeError, "the id of a task, or its AsyncResult", cancel),
+        (TypeError, "or all of key, task and kind", partial(cancel, key=key)),
+        (TypeError, "or all of key", partial(cancel, **by_key, task_id="1")),
+        (TypeError, "key to be a text", partial(cancel, **by_key | {"key": ""})),
+        (TypeError, "a task or its name, got 7", partial(cancel, **by_key | {"task": 7})),
+        (ValueError, "kind to be 'debounce' or", partial(cancel, **by_key | {"kind": "once"})),
     ]
-    for signature, kind in several:
-        with pytest.raises(TypeError, match=f"a single task, got {kind}"):
-            delay.debounce(signature, key=key, seconds=1)
-    with pytest.raises(TypeError, match=r"write reindex.s\(\)|write .*\.s\(\)"):
-        delay.unique(reindex, key=key)
-    with pytest.raises(TypeError, match="key to be a text such as"):
-        delay.unique(reindex.s(), key=7)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="a text that UTF-8 can encode, got 'a"):
-        delay.unique(reindex.s(), key="a\ud800")
-    for seconds in (0, -1, float("nan"), float("inf"), 1e12, "5", True):
+    for number in (0, -1, float("nan"), float("inf"), 1e12, "5", True):
         with pytest.raises(InvalidDueTime, match="seconds to be a number above 0"):
-            delay.debounce(reindex.s(), key=key, seconds=seconds)  # type: ignore[arg-type]
-    with pytest.raises(InvalidDueTime, match="max_wait_seconds of at least seconds=5"):
-        delay.debounce(reindex.s(), key=key, seconds=5, max_wait_seconds=1)
-    with pytest.raises(ValueError, match="edge to be 'leading' or 'trailing' or 'both'"):
-        delay.throttle(reindex.s(), key=key, seconds=5, edge="up")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="until to be 'start' or 'end'"):
-        delay.unique(reindex.s(), key=key, until="now")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="a signature without countdown"):
-        delay.throttle(reindex.s().set(countdown=5), key=key, seconds=5)
-    with pytest.raises(TypeError, match="a signature without task_id: with edge='both'"):
-        delay.throttle(reindex.s().set(task_id="mine"), key=key, seconds=5, edge="both")
-    with pytest.raises(InvalidDueTime, match="longest delay"):
-        delay.unique(reindex.s(), key=key, countdown=1e12)
-    with pytest.raises(InvalidDueTime, match="expected countdown or eta"):
-        delay.unique(reindex.s(), key=key, countdown=1, eta=datetime.now(UTC))
-    refused: list[tuple[dict[str, Any], type[Exception], str]] = [
-        ({}, TypeError, "the id of a task, or its AsyncResult"),
-        ({"key": key}, TypeError, "or all of key, task and kind"),
-        ({"key": key, "task": TASK, "kind": "unique", "task_id": "1"}, TypeError, "or all of key"),
-        ({"key": "", "task": TASK, "kind": "unique"}, TypeError, "key to be a text"),
-        ({"key": key, "task": 7, "kind": "unique"}, TypeError, "a task or its name, got 7"),
-        ({"key": key, "task": TASK, "kind": "once"}, ValueError, "kind to be 'debounce' or"),
-    ]
-    for arguments, error, said in refused:
+            debounce(one, seconds=number)
+    for error, said, call in refused:
         with pytest.raises(error, match=said):
-            delay.cancel(**arguments)
-    with (
-        Connection("memory://") as elsewhere,
-        pytest.raises(CannotDelay, match="leave out the options connection"),
-    ):
-        delay.debounce(reindex.s().set(connection=elsewhere), key=key, seconds=1)
+            call()
     app.conf.task_protocol = 1
     with pytest.raises(CannotDelay, match="task_protocol = 2"):
-        Delay(app).debounce(reindex.s(), key=key, seconds=5)
+        Delay(app).debounce(one, key=key, seconds=5)
 
 
 def test_without_store_a_keyed_call_names_the_setting(app: Celery, key: str) -> None:
