@@ -230,12 +230,10 @@ def lateness_ms(
     """
     due: list[float] = []
     started = monotonic()
-    with bench.progress(f"{what}: publish", len(countdowns)) as done:
-        for index, countdown in enumerate(countdowns):
-            sleep(max(0.0, started + index / per_second - monotonic()))
-            due.append(time() + countdown)
-            app.tasks[TASK].apply_async((index,), countdown=countdown)
-            done(index)
+    for index, countdown in enumerate(countdowns):
+        sleep(max(0.0, started + index / per_second - monotonic()))
+        due.append(time() + countdown)
+        app.tasks[TASK].apply_async((index,), countdown=countdown)
     patience = max(due) - time() + grace_seconds
     bench.wait_for(what, worker.start_count, len(due) + sent_before, timeout_seconds=patience)
     return [(at - due[index]) * 1000 for index, at in worker.starts() if index < len(due)]

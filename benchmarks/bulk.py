@@ -49,24 +49,41 @@ def run(bench: Bench) -> Result:
 
         redis = stack.enter_context(bench.redis()).url
         folder = f"{SCHEME}{bench.folder}/bulk"
-        sends = {
-            WAITS: (loop, _loop(app_at())),
-            BULK: (many, _bulk(app_at())),
-            "bulk(app), tasks are seen": (loop, _seen(app_at())),
+        sends: dict[str, tuple[int, Send]] = {
+            WAITS: (loop, partial(_loop, app_at())),
+            BULK: (many, partial(_bulk, app_at())),
+            "bulk(app), tasks are seen": (loop, partial(_seen, app_at())),
             TEMPLATE: (many, _template(app_at())),
             BARE: (many, _bare(app_at(), stack)),
-            "Redis, apply_async loop": (loop, _loop(app_at(redis))),
-            "Redis, bulk(app)": (many, _bulk(app_at(redis))),
-            "SQLite, apply_async loop": (loop, _loop(app_at(folder))),
-            "SQLite, bulk(app)": (many, _bulk(app_at(folder))),
+            "Redis, apply_async loop": (loop, partial(_loop, app_at(redis))),
+            "Redis, bulk(app)": (many, partial(_bulk, app_at(redis))),
+            "SQLite, apply_async loop": (loop, partial(_loop, app_at(folder))),
+            "SQLite, bulk(app)": (many, partial(_bulk, app_at(folder))),
         }
-        found = alternate(
-            bench,
-            "bulk",
-            rounds,
-            {way: partial(sent, send, count) for way, (count, send) in sends.items()},
-        )
-    return conclude(found, rounds)
+        ways = {way: partial(sent, send, count) for way, (count, send) in sends.items()}
+        found = alternate("bulk", rounds, ways)
+    result = Result(
+        "Many delayed tasks at once",
+        f"{rounds} rounds; in each round every variant sends its tasks, in random order. A variant "
+        f"ends when the broker has confirmed its last task. The "
+        f"window is {WINDOW:,} publishes. CPU is the client's. The template path alone gets ids, "
+        f"reprs and body ready-made; bulk(app) makes them. Bare py-amqp sends one task's message "
+        f"repeatedly. Brokers and client share the machine's processors. Redis has an append-only "
+        f"file; the filesystem broker has a store in SQLite.",
+    )
+    rate: dict[str, float] = {}
+    for way, rounds_of_way in found.items():
+        low, rate[way], high = result.series[way] = quartiles(rate for rate, _ in rounds_of_way)
+        cpu_us = median(cpu for _, cpu in rounds_of_way) * 1e6
+        row = {"variant": way, "tasks/s": rate[way], "p25": low, "p75": high}
+        result.rows.append(row | {"CPU µs/task": cpu_us})
+        if way == TEMPLATE:
+            result.targets.append(Target("template path, client CPU", cpu_us, "≤", 10, "µs"))
+    result.targets.append(Target("bulk(app) : bare py-amqp", rate[BULK] / rate[BARE], "≥", 0.9))
+    for place, limit in (("Redis", 6), ("SQLite", 5)):
+        ratio = rate[f"{place}, bulk(app)"] / rate[f"{place}, apply_async loop"]
+        result.targets.append(Target(f"{place}: bulk(app) : loop", ratio, "≥", limit))
+    return result
 
 
 def sent(send: Send, count: int) -> tuple[float, float]:
@@ -75,43 +92,29 @@ def sent(send: Send, count: int) -> tuple[float, float]:
     return count / block.seconds[0], block.cpu_seconds / count
 
 
-def _loop(app: Any) -> Send:
-    send_one = app.tasks[TASK]
+def _loop(app: Any, count: int) -> None:
+    task = app.tasks[TASK]
+    for index in range(count):
+        task.apply_async((index,), countdown=COUNTDOWN_SECONDS)
 
-    def send(count: int) -> None:
+
+def _bulk(app: Any, count: int) -> None:
+    with bulk(app, window=WINDOW) as batch:
         for index in range(count):
-            send_one.apply_async((index,), countdown=COUNTDOWN_SECONDS)
-
-    return send
+            batch.send(TASK, (index,), countdown=COUNTDOWN_SECONDS)
 
 
-def _bulk(app: Any) -> Send:
-    def send(count: int) -> None:
-        with bulk(app, window=WINDOW) as batch:
-            for index in range(count):
-                batch.send(TASK, (index,), countdown=COUNTDOWN_SECONDS)
-
-    return send
-
-
-def _seen(app: Any) -> Send:
-    """Return a function that uses bulk() with a signal receiver, as Sentry has one.
-
-    With a receiver, each task goes through apply_async().
-    """
-    send = _bulk(app)
+def _seen(app: Any, count: int) -> None:
+    """Use bulk() with a signal receiver, as Sentry has one: each task goes through apply_async."""
 
     def watch(**_: Any) -> None:
         pass
 
-    def send_seen(count: int) -> None:
-        before_task_publish.connect(watch)
-        try:
-            send(count)
-        finally:
-            before_task_publish.disconnect(watch)
-
-    return send_seen
+    before_task_publish.connect(watch)
+    try:
+        _bulk(app, count)
+    finally:
+        before_task_publish.disconnect(watch)
 
 
 def _template(app: Any) -> Send:
@@ -172,31 +175,6 @@ def _bare(app: Any, stack: ExitStack) -> Send:
         channel.close()
 
     return send
-
-
-def conclude(found: dict[str, list[tuple[float, float]]], rounds: int) -> Result:
-    result = Result(
-        "Many delayed tasks at once",
-        f"{rounds} rounds; in each round every variant sends its tasks, in random order. A variant "
-        f"ends when the broker has confirmed its last task. The "
-        f"window is {WINDOW:,} publishes. CPU is the client's. The template path alone gets ids, "
-        f"reprs and body ready-made; bulk(app) makes them. Bare py-amqp sends one task's message "
-        f"repeatedly. Brokers and client share the machine's processors. Redis has an append-only "
-        f"file; the filesystem broker has a store in SQLite.",
-    )
-    rate: dict[str, float] = {}
-    for way, rounds_of_way in found.items():
-        low, rate[way], high = result.series[way] = quartiles(rate for rate, _ in rounds_of_way)
-        cpu_us = median(cpu for _, cpu in rounds_of_way) * 1e6
-        row = {"variant": way, "tasks/s": rate[way], "p25": low, "p75": high}
-        result.rows.append(row | {"CPU µs/task": cpu_us})
-        if way == TEMPLATE:
-            result.targets.append(Target("template path, client CPU", cpu_us, "≤", 10, "µs"))
-    result.targets.append(Target("bulk(app) : bare py-amqp", rate[BULK] / rate[BARE], "≥", 0.9))
-    for place, limit in (("Redis", 6), ("SQLite", 5)):
-        ratio = rate[f"{place}, bulk(app)"] / rate[f"{place}, apply_async loop"]
-        result.targets.append(Target(f"{place}: bulk(app) : loop", ratio, "≥", limit))
-    return result
 
 
 def draw(result: Result) -> Figure:

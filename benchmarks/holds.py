@@ -63,7 +63,7 @@ class Drill:
             delay = Delay(self._app)
             delay.hold(TASK)
             sleep(TAKEN_UP_SECONDS)
-            self._measure(f"{name}: {self._count:,} held", lambda: self._hold(bench, delay))
+            self._measure(f"{name}: {self._count:,} held", lambda: self._hold(delay))
             released = self._beside(lambda: delay.release(TASK, rate=f"{PER_SECOND}/s"))
             self._measure(f"{name}: released", lambda: released() + self._until_all_ran())
             self._check(name)
@@ -89,17 +89,15 @@ class Drill:
         )
         self._result.series[what] = quartiles(each * 1e3 for each in seconds)
 
-    def _hold(self, bench: Bench, delay: Delay) -> list[float]:
+    def _hold(self, delay: Delay) -> list[float]:
         seconds = []
-        with bench.progress("hold", self._count) as done:
-            for start in range(0, self._count, BLOCK):
-                with bulk(self._app) as batch:
-                    for number in range(start, min(start + BLOCK, self._count)):
-                        batch.send(TASK, (number,))
-                seconds.append(self._probe())
-                done(start)
-            while delay.holds()[0].held < self._count:
-                sleep(0.5)
+        for start in range(0, self._count, BLOCK):
+            with bulk(self._app) as batch:
+                for number in range(start, min(start + BLOCK, self._count)):
+                    batch.send(TASK, (number,))
+            seconds.append(self._probe())
+        while delay.holds()[0].held < self._count:
+            sleep(0.5)
         return seconds
 
     def _beside(self, call: Callable[[], object]) -> Callable[[], list[float]]:

@@ -39,12 +39,10 @@ def run(bench: Bench) -> Result:
             "RabbitMQ": sending("ours", stack.enter_context(bench.vhost()), store=store),
             "SQLite": sending("ours", f"{SCHEME}{bench.folder}/keys"),
         }
-        found = {
-            place: alternating_calls(
-                bench, f"keys, {place}", rounds, calls_of(stack.enter_context(app)), BLOCK
-            )
-            for place, app in apps.items()
-        }
+        found = {}
+        for place, app in apps.items():
+            calls = calls_of(stack.enter_context(app))
+            found[place] = alternating_calls(f"keys, {place}", rounds, calls, BLOCK)
     result = Result(
         "One task for a key",
         f"Calls in one process and thread with {KEYS} keys: {BLOCK} in a row, alternating, "
@@ -53,10 +51,10 @@ def run(bench: Bench) -> Result:
     )
     for place, by_way in found.items():
         delayed = by_way[DELAYED].median
-        for way, calls in by_way.items():
-            row = {"broker": place, "call": way, **calls.columns_us}
-            result.rows.append(row | {"this : delayed": calls.median / delayed})
-            result.series[f"{place}: {way}"] = calls.quartiles_us
+        for way, each in by_way.items():
+            row = {"broker": place, "call": way, **each.columns_us}
+            result.rows.append(row | {"this : delayed": each.median / delayed})
+            result.series[f"{place}: {way}"] = each.quartiles_us
         if place != "RabbitMQ":  # where the delayed task waits in the broker, and its key elsewhere
             ratio = by_way[DEBOUNCED].median / delayed
             result.targets.append(Target(f"{place}, debounce : delayed (medians)", ratio, "≤", 1.5))

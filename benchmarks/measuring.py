@@ -19,14 +19,10 @@ from time import monotonic, perf_counter, process_time, sleep
 from typing import Any, Literal, TypeVar
 
 import numpy
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis, private_redis, vhost_name
 
 T = TypeVar("T")
-
-REFRESH_SECONDS = 0.25
 
 BROKER_OPTIONS = {
     "config": "collect_statistics_interval = 5000",
@@ -132,16 +128,6 @@ class Bench:
         self.scale = scale
         self.folder = folder
         """A folder that exists until the run ends."""
-        # The progress is drawn by hand: a drawing thread would distort the measurement.
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=Console(stderr=True),
-            auto_refresh=False,
-        )
-        self._refreshed = 0.0
 
     def count(self, full: int, *, at_least: int = 1) -> int:
         """Return the number *full* of tasks or rounds, multiplied by the run's scale."""
@@ -167,25 +153,6 @@ class Bench:
         with self.redis() as redis:
             yield redis.url
 
-    @contextmanager
-    def progress(self, description: str, total: float) -> Iterator[Callable[[float], None]]:
-        """Show progress up to *total*, and yield a function to report how much is done."""
-        task = self._progress.add_task(description, total=round(total))
-        self._progress.start()
-
-        def done(count: float) -> None:
-            if monotonic() - self._refreshed > REFRESH_SECONDS:
-                self._progress.update(task, completed=round(count))
-                self._progress.refresh()
-                self._refreshed = monotonic()
-
-        try:
-            yield done
-            self._progress.update(task, completed=round(total))
-        finally:
-            self._progress.stop()
-            self._progress.remove_task(task)
-
     def wait_for(
         self,
         description: str,
@@ -196,11 +163,10 @@ class Bench:
         every_seconds: float = 0.25,
     ) -> int:
         """Wait until *count* returns *total* or the time is over; return the last count."""
+        log(description)
         deadline = monotonic() + timeout_seconds
-        with self.progress(description, total) as done:
-            while (reached := count()) < total and monotonic() < deadline:
-                done(reached)
-                sleep(every_seconds)
+        while (reached := count()) < total and monotonic() < deadline:
+            sleep(every_seconds)
         return reached
 
 
@@ -251,9 +217,7 @@ class Calls(list[Block]):
         return percentile_columns(self.seconds, "µs")
 
 
-def alternate(
-    bench: Bench, what: str, rounds: int, ways: Mapping[str, Callable[[], T]]
-) -> dict[str, list[T]]:
+def alternate(what: str, rounds: int, ways: Mapping[str, Callable[[], T]]) -> dict[str, list[T]]:
     """Take each way once a round, in random order, because the machine's speed varies.
 
     Returns:
@@ -262,24 +226,23 @@ def alternate(
     found: dict[str, list[T]] = {way: [] for way in ways}
     order = random.Random(1)
     gc.disable()
+    log(what)
     try:
-        with bench.progress(what, rounds) as done:
-            for number in range(rounds + 1):
-                for way in order.sample(list(ways), len(ways)):
-                    gc.collect()
-                    found[way].append(ways[way]())
-                done(number)
+        for _ in range(rounds + 1):
+            for way in order.sample(list(ways), len(ways)):
+                gc.collect()
+                found[way].append(ways[way]())
     finally:
         gc.enable()
     return {way: each[1:] for way, each in found.items()}
 
 
 def alternating_calls(
-    bench: Bench, what: str, rounds: int, ways: Mapping[str, Callable[[int], object]], block: int
+    what: str, rounds: int, ways: Mapping[str, Callable[[int], object]], block: int
 ) -> dict[str, Calls]:
     """Measure blocks of *block* calls of each way; see :func:`alternate`."""
     blocks = {way: partial(block_of, call, block) for way, call in ways.items()}
-    return {way: Calls(each) for way, each in alternate(bench, what, rounds, blocks).items()}
+    return {way: Calls(each) for way, each in alternate(what, rounds, blocks).items()}
 
 
 # ---- the machine ---------------------------------------------------------------------------

@@ -30,7 +30,7 @@ def run(bench: Bench) -> Result:
             app = stack.enter_context(sending(method, url, confirm=method == "celery"))
             send = partial(app.tasks[TASK].apply_async, countdown=countdown)
             ways[label] = lambda number, send=send: send((number,))
-        found = alternating_calls(bench, "publish", rounds, ways, BLOCK)
+        found = alternating_calls("publish", rounds, ways, BLOCK)
     result = Result(
         "Client cost of a publish",
         f"apply_async() of a task with one argument, in one process and thread. Each variant has "

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
 
 import kombu
 from matplotlib.figure import Figure
@@ -110,18 +109,14 @@ def run(bench: Bench) -> Result:
     rounds = bench.count(ROUNDS, at_least=5)
     few, many = bench.count(FEW, at_least=100), bench.count(MANY, at_least=2_000)
     with pending(bench, few) as small, pending(bench, many) as large:
-        ways = {f"add, {one.count:,} pending": one.add for one in (small, large)}
-        ways |= {f"promote, {one.count:,} pending": one.promote for one in (small, large)}
-        by_round = alternate(bench, "redis-store", rounds, ways)
-        seconds = {
-            way: [each for block in found for each in block] for way, found in by_round.items()
-        }
-        script_us = {one.count: one.script_us() for one in (small, large)}
+        both = (small, large)
+        ways = {f"add, {one.count:,} pending": one.add for one in both}
+        ways |= {f"promote, {one.count:,} pending": one.promote for one in both}
+        by_round = alternate("redis-store", rounds, ways)
+        script_ms = [one.script_us() / 1e3 for one in both]
         server = str(small.redis.installation)
-    adds, promotes = (
-        {one.count: seconds[f"{kind}, {one.count:,} pending"] for one in (small, large)}
-        for kind in ("add", "promote")
-    )
+    seconds = {way: [each for block in found for each in block] for way, found in by_round.items()}
+    small_add, large_add, small_batch, large_batch = map(median, seconds.values())
     result = Result(
         "Redis: cost of waiting",
         f"{server}, with an append-only file. Add: one message through the store, {BLOCK} times in "
@@ -130,35 +125,27 @@ def run(bench: Bench) -> Result:
         f"else. Like a worker, it requests the next batch before it reads the result of the last. "
         f"Memory: the growth of Redis' used_memory per message, without the envelope of "
         f"{len(ENVELOPE)} bytes.",
-        rows=[
-            {
-                "pending": one.count,
-                "add p50 µs": median(adds[one.count]) * 1e6,
-                "promote, messages/s": BATCH / median(promotes[one.count]),
-                "batch p50 ms": median(promotes[one.count]) * 1e3,
-                "batch p99 ms": percentile(promotes[one.count], 99) * 1e3,
-                "script ms": script_us[one.count] / 1e3,
-                "bytes over the envelope": one.bytes_each,
-            }
-            for one in (small, large)
-        ],
-        targets=[
-            Target(
-                "promoted in a second", BATCH / median(promotes[many]), "≥", 100_000, "messages"
-            ),
-            Target(f"the script, for {BATCH} messages", script_us[many] / 1e3, "≤", 1, "ms"),
-            *(
-                Target(
-                    f"{kind}, {many:,} : {few:,} pending",
-                    median(found[many]) / median(found[few]),
-                    "≤",
-                    1.3,
-                )
-                for kind, found in (("add", adds), ("promote", promotes))
-            ),
-            Target(f"over the envelope, {many:,} pending", large.bytes_each, "≤", 500, "bytes"),
-        ],
     )
+    measured = ((small_add, small_batch), (large_add, large_batch))
+    for one, (add, batch), script in zip(both, measured, script_ms, strict=True):
+        row = {
+            "pending": one.count,
+            "add p50 µs": add * 1e6,
+            "promote, messages/s": BATCH / batch,
+            "batch p50 ms": batch * 1e3,
+            "batch p99 ms": percentile(seconds[f"promote, {one.count:,} pending"], 99) * 1e3,
+            "script ms": script,
+            "bytes over the envelope": one.bytes_each,
+        }
+        result.rows.append(row)
+    more = f"{many:,} : {few:,} pending"
+    result.targets = [
+        Target("promoted in a second", BATCH / large_batch, "≥", 100_000, "messages"),
+        Target(f"the script, for {BATCH} messages", script_ms[1], "≤", 1, "ms"),
+        Target(f"add, {more}", large_add / small_add, "≤", 1.3),
+        Target(f"promote, {more}", large_batch / small_batch, "≤", 1.3),
+        Target(f"over the envelope, {many:,} pending", large.bytes_each, "≤", 500, "bytes"),
+    ]
     for way, found in seconds.items():
         is_rate = way.startswith("promote")
         result.series[way] = quartiles(BATCH / each if is_rate else each * 1e6 for each in found)
@@ -168,7 +155,9 @@ def run(bench: Bench) -> Result:
 @contextmanager
 def pending(bench: Bench, count: int) -> Iterator[Pending]:
     """Yield a Redis with *count* waiting messages."""
-    with bench.redis() as redis, delaying(redis) as client, ExitStack() as stack:
+    with bench.redis() as redis, ExitStack() as stack:
+        options = {"native_delay": True}
+        client = stack.enter_context(kombu.Connection(redis.url, transport_options=options))
         channel = client.default_channel
         delays, connection = channel.delays, channel.pool.make_connection()
         rounds = Rounds(connection, delays.keys)
@@ -177,11 +166,9 @@ def pending(bench: Bench, count: int) -> Iterator[Pending]:
         one = Pending(count, redis, delays.own, rounds)
         before = used_bytes(redis)
         begin_us = one.store.now_us() + FAR_US
-        with bench.progress(f"redis-store: {count:,} pending", count) as done:
-            for first in range(0, count, WINDOW):
-                numbers = range(first, min(first + WINDOW, count))
-                one.add_all("pending", numbers, lambda number: begin_us + number)
-                done(first)
+        for first in range(0, count, WINDOW):
+            numbers = range(first, min(first + WINDOW, count))
+            one.add_all("pending", numbers, lambda number: begin_us + number)
         one.bytes_each = (used_bytes(redis) - before) / count - len(ENVELOPE)
         yield one
 
@@ -199,21 +186,14 @@ def used_bytes(redis: PrivateRedis) -> int:
     return int(redis.client.info("memory")["used_memory"])
 
 
-def delaying(redis: PrivateRedis) -> Any:
-    return kombu.Connection(redis.url, transport_options={"native_delay": True})
-
-
 def draw(result: Result) -> Figure:
-    picture, (cost, rate) = figure("Redis: adding and moving messages", height=4.6, rows=2)
-    for axes, unit, title, wanted in (
-        (cost, "microseconds", "time to add one message (median; the line: p25 to p75)", True),
-        (rate, "messages per second", f"due messages moved, {BATCH} per batch", False),
-    ):
+    picture, panels = figure("Redis: adding and moving messages", height=4.6, rows=2)
+    titles = {
+        "add": ("microseconds", "time to add one message (median; the line: p25 to p75)"),
+        "promote": ("messages per second", f"due messages moved, {BATCH} per batch"),
+    }
+    for axes, (kind, (unit, title)) in zip(panels, titles.items(), strict=True):
         axes.set_title(title, fontsize=10, loc="left")
-        rows = [
-            (label, middle, (low, high), True)
-            for label, (low, middle, high) in result.series.items()
-            if wanted is not label.startswith("promote")
-        ]
-        bars_on(axes, unit, rows)
+        of_kind = [each for each in result.series.items() if each[0].startswith(kind)]
+        bars_on(axes, unit, [(label, p50, (p25, p75), True) for label, (p25, p50, p75) in of_kind])
     return picture

@@ -15,37 +15,29 @@ Results = Mapping[str, Result]
 
 
 def write(folder: Path, about: Mapping[str, str], results: Results) -> None:
-    """Write ``results.md`` and ``results.json`` into *folder*."""
+    """Write ``results.md`` and ``results.json``, with rounded numbers, into *folder*."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "results.json").write_text(as_json(about, results) + "\n")
+    scenarios = {}
+    for name, result in results.items():
+        targets = [asdict(target) | {"met": target.met} for target in result.targets]
+        scenarios[name] = asdict(result) | {"targets": targets}
+    exact = json.dumps({"about": about, "scenarios": scenarios})
+    rounded = json.loads(exact, parse_float=lambda text: round(float(text), 4))
+    (folder / "results.json").write_text(json.dumps(rounded, indent=1) + "\n")
     (folder / "results.md").write_text(as_markdown(about, results))
 
 
 def read(folder: Path) -> dict[str, Result]:
     """Return the results of the last run in *folder*; empty if the folder has no results."""
-    file = folder / "results.json"
-    if not file.exists():
-        return {}
-    written = json.loads(file.read_text())
     results = {}
-    for name, one in written["scenarios"].items():
-        targets = one.pop("targets")
-        for target in targets:
-            del target["met"]  # follows from the rest
-            target["measured"] = _number(target["measured"])
-        results[name] = Result(
-            **{"date": written["about"].get("date", ""), **one},
-            targets=[Target(**target) for target in targets],
-        )
+    if (folder / "results.json").exists():
+        written = json.loads((folder / "results.json").read_text())
+        for name, one in written["scenarios"].items():
+            targets = one.pop("targets")
+            for target in targets:
+                del target["met"]  # follows from the rest
+            results[name] = Result(**one, targets=[Target(**target) for target in targets])
     return results
-
-
-def as_json(about: Mapping[str, str], results: Results) -> str:
-    scenarios = {}
-    for name, result in results.items():
-        targets = [asdict(target) | {"met": target.met} for target in result.targets]
-        scenarios[name] = asdict(result) | {"targets": targets}
-    return json.dumps(_rounded({"about": about, "scenarios": scenarios}), indent=1)
 
 
 def as_markdown(about: Mapping[str, str], results: Results) -> str:
@@ -95,22 +87,6 @@ def markdown_table(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _cell(value: Any) -> str:
-    if isinstance(value, float | None):
-        return short(_number(value))  # read again, NaN is None
+    if isinstance(value, float):
+        return short(value)
     return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def _number(value: float | None) -> float:
-    return float("nan") if value is None else value
-
-
-def _rounded(value: Any) -> Any:
-    """Return *value* with its numbers rounded to significant digits; NaN becomes null for JSON."""
-    match value:
-        case float():
-            return None if value != value else round(value, 4)
-        case Mapping():
-            return {key: _rounded(one) for key, one in value.items()}
-        case list() | tuple():
-            return [_rounded(one) for one in value]
-    return value

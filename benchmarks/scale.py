@@ -92,8 +92,9 @@ def measure(bench: Bench, name: str, count: int, result: Result) -> None:
         app = make_app("ours", url)
         what, late = f"scale, {label}, {count:,}", {}
         late[STAGES[0]] = flow(bench, app, url, f"{what}: side flow {STAGES[0]}")
+        log(f"{what}: publish")
         before, started = resident_bytes(broker.pid), monotonic()
-        fill(bench, app, count, f"{what}: publish")
+        fill(app, count)
         publish_seconds = monotonic() - started
         sleep(SETTLE_SECONDS)
         memory_bytes, disk_bytes = resident_bytes(broker.pid) - before, _folder_bytes(broker)
@@ -137,15 +138,12 @@ def _broker(bench: Bench, name: str) -> AbstractContextManager[Broker]:
     return private_rabbitmq(version=name, **BROKER_OPTIONS | {"config": config})
 
 
-def fill(bench: Bench, app: Any, count: int, what: str) -> None:
+def fill(app: Any, count: int) -> None:
     """Send *count* delayed tasks with ``bulk(app)``."""
     choose = random.Random(11).uniform
-    with bench.progress(what, count) as done, bulk(app, timeout_seconds=None) as batch:
+    with bulk(app, timeout_seconds=None) as batch:
         for number in range(count):
-            countdown = choose(SOONEST_SECONDS, LATEST_SECONDS)
-            batch.send(TASK, (number,), countdown=countdown)
-            if not number % 1000:
-                done(number)
+            batch.send(TASK, (number,), countdown=choose(SOONEST_SECONDS, LATEST_SECONDS))
 
 
 def flow(bench: Bench, app: Any, url: str, what: str) -> list[float]:

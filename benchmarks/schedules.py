@@ -63,41 +63,37 @@ def measured(
     conf: dict[str, Any] = {"bench_entries": [count, when]}
     with ExitStack() as stack:
         redis = stack.enter_context(bench.redis())
-        url, brokers = redis.url, [redis.pid]
+        url, processes = redis.url, {"brokers": [redis.pid]}
         if broker == "RabbitMQ":
             url = stack.enter_context(bench.vhost())
-            brokers.append(bench.broker.pid)
+            processes["brokers"].append(bench.broker.pid)
         if method == "ours":
             conf["native_delay_schedules"] = True
             if broker == "RabbitMQ":
                 conf["native_delay_store"] = redis.url
             worker = stack.enter_context(running_worker("ours", url, bench.folder, conf=conf))
-            settings = {name[13:]: value for name, value in conf.items() if "native_delay" in name}
-            app = make_app("ours", url, **settings)
+            store = {"store": redis.url} if broker == "RabbitMQ" else {}
+            app = make_app("ours", url, schedules=True, **store)
             stack.callback(app.close)
-            schedules = Delay(app).schedules()
-            bench.wait_for(
-                f"{what}: publish",
-                lambda: len(list(schedules)),
-                count,
-                timeout_seconds=PLANTED_SECONDS,
-            )
-            processes = {"worker": worker.pid}
+            planted, patience = Delay(app).schedules(), PLANTED_SECONDS
+            bench.wait_for(what, lambda: len(list(planted)), count, timeout_seconds=patience)
         else:
             plain = "celery" if broker == "RabbitMQ" else "held"
             worker = stack.enter_context(running_worker(plain, url, bench.folder, conf=conf))
             files = f"--schedule={bench.folder}/beat-{time()}", "--pidfile="
-            log = bench.folder / "beat.log"
-            beat = stack.enter_context(running(plain, url, conf, "beat", *files, log=log))
-            processes = {"worker": worker.pid, "beat": beat.pid}
-        late_ms, cpu, of_brokers = one_minute(bench, what, when, count, worker, processes, brokers)
+            said = bench.folder / "beat.log"
+            beat = stack.enter_context(running(plain, url, conf, "beat", *files, log=said))
+            processes["beat"] = [beat.pid]
+        processes["worker"] = [worker.pid]
+        late_ms, cpu = one_minute(what, when, count, worker, processes)
+    of_beat = cpu.get("beat", 0.0)
     row = {
         "broker": broker,
         "due": when,
         "method": LABELS[method],
-        "CPU s": sum(cpu.values()),
-        "of it beat": cpu.get("beat", 0.0),
-        "brokers' CPU s": of_brokers,
+        "CPU s": cpu["worker"] + of_beat,
+        "of it beat": of_beat,
+        "brokers' CPU s": cpu["brokers"],
         **lateness_columns(late_ms),
         "missing": count - len(late_ms),
     }
@@ -105,39 +101,30 @@ def measured(
 
 
 def one_minute(
-    bench: Bench,
-    what: str,
-    when: str,
-    count: int,
-    worker: Worker,
-    processes: Mapping[str, int],
-    brokers: list[int | None],
-) -> tuple[list[float], dict[str, float], float]:
+    what: str, when: str, count: int, worker: Worker, processes: Mapping[str, list[int | None]]
+) -> tuple[list[float], dict[str, float]]:
     """Return the lateness of each start due in a minute, and the CPU seconds of that minute."""
     # Let the boot of the processes end first, and let the minute end after the starts.
     begins = time() + 5
     if when == AT_ONCE:
         begins = MINUTE * ceil((time() + 15) / MINUTE) - 10
-    ends = begins + MINUTE
 
-    def cpus() -> tuple[dict[str, float], float]:
-        mine = {name: cpu_seconds(pid) for name, pid in processes.items()}
-        return mine, sum(map(cpu_seconds, brokers))
+    def cpus() -> dict[str, float]:
+        return {name: sum(map(cpu_seconds, pids)) for name, pids in processes.items()}
 
+    log(what)
     sleep(max(begins - time(), 0))
-    before, brokers_before = cpus()
-    bench.wait_for(what, lambda: round(time() - begins), round(MINUTE), timeout_seconds=MINUTE + 1)
-    sleep(max(ends - time(), 0))
-    after, brokers_after = cpus()
+    before = cpus()
+    sleep(max(begins + MINUTE - time(), 0))
+    after = cpus()
     sleep(GRACE_SECONDS)
     late_ms = []
     for index, at in worker.starts():
         second = second_of(index, count, when)
         due = floor((at - second) / MINUTE) * MINUTE + second
-        if begins <= due < ends:
+        if begins <= due < begins + MINUTE:
             late_ms.append((at - due) * 1000)
-    cpu = {name: after[name] - before[name] for name in processes}
-    return late_ms, cpu, brokers_after - brokers_before
+    return late_ms, {name: after[name] - before[name] for name in processes}
 
 
 # ---- the entries -----------------------------------------------------------------------------

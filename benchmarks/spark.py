@@ -83,11 +83,9 @@ def run(bench: Bench) -> Result:
         for way in ways:  # the JVM, the Python workers, the delay levels
             rate(way, part=20)
         order, rates = random.Random(1), defaultdict(list)
-        with bench.progress("spark", rounds) as done:
-            for number in range(rounds):
-                for way in order.sample(list(ways), len(ways)):
-                    rates[way].append(rate(way))
-                done(number + 1)
+        for _ in range(rounds):
+            for way in order.sample(list(ways), len(ways)):
+                rates[way].append(rate(way))
     result = Result(
         "Delayed tasks from Spark",
         f"{rounds} rounds on local[2] with {PARTITIONS} partitions; brokers and executors share "

@@ -23,7 +23,7 @@ from amqp.method_framing import frame_writer
 from amqp.spec import Basic
 
 from benchmarks.apps import QUEUE, declare_for, make_app
-from benchmarks.measuring import Bench, cpu_seconds, lateness_columns
+from benchmarks.measuring import Bench, cpu_seconds, lateness_columns, percentile
 from celery_native_delay import DelaySettings
 from celery_native_delay.bulk import bulk
 from celery_native_delay.transports.rabbitmq.channels import WindowChannel
@@ -36,6 +36,7 @@ ARGUMENT_BYTES = 200
 GRACE_SECONDS = 20
 KEEPS_RATE = 0.98
 
+IMMEDIATE = "immediate"
 BODY_BEGINS = b"[["
 """The beginning of a message body. The task's number and its due time in microseconds follow."""
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -71,10 +72,13 @@ class Load:
     """One load: a publish rate, and the delays of its messages unless they are immediate."""
 
     label: str
-    is_delayed: bool
     delays: Delays
     per_second: int
     has_target: bool = False
+
+    @property
+    def is_delayed(self) -> bool:
+        return self.label != IMMEDIATE
 
     @property
     def mean_hops(self) -> float:
@@ -123,7 +127,6 @@ class SteadyRun:
                 consumer = start(_consume, url, total)
                 cpu = cpu_seconds(broker_pid)
                 publisher.send("go")
-                self._follow(bench, f"{what}: publish", publisher, total)
                 self.rate, self.behind_ms = publisher.recv()
                 # Do not wait by sending messages to the consumer: it stops by itself.
                 bench.wait_for(
@@ -143,6 +146,10 @@ class SteadyRun:
         self.late_ms = [microseconds / 1000 for microseconds in late_us]
         self.doubled = len(numbers) - len(set(numbers))
         self.missing = total - len(set(numbers))
+
+    @property
+    def p99_ms(self) -> float:
+        return percentile(self.late_ms, 99)
 
     @property
     def keeps_up(self) -> bool:
@@ -166,15 +173,6 @@ class SteadyRun:
             "doubled": self.doubled,
             "missing": self.missing,
         }
-
-    @staticmethod
-    def _follow(bench: Bench, what: str, publisher: Pipe, total: int) -> None:
-        """Show the publisher's progress. The publisher sends its count once a second, and None at
-        its end.
-        """
-        with bench.progress(what, total) as done:
-            while (published := publisher.recv()) is not None:
-                done(published)
 
 
 # ---- the publisher ---------------------------------------------------------------------------
@@ -281,9 +279,6 @@ def _at_rate(
         for number in range(first, min(first + per_tick, total)):
             send(number)
         after_tick()
-        if first % per_second < per_tick:
-            pipe.send(first)
-    pipe.send(None)
     pipe.send((total / (monotonic() - started), behind * 1000))
     pipe.recv()
 

@@ -107,7 +107,7 @@ def publishes(bench: Bench, stores: dict[str, str], rounds: int) -> dict[str, Ca
 
         ways = {IMMEDIATE: sender(broker, None), BROKER: sender(broker)}
         ways |= {place: sender(app) for place, app in apps.items()}
-        return alternating_calls(bench, "store, publish", rounds, ways, BLOCK)
+        return alternating_calls("store, publish", rounds, ways, BLOCK)
 
 
 def dispatch_rates(bench: Bench, url: str) -> list[float]:
@@ -119,16 +119,14 @@ def dispatch_rates(bench: Bench, url: str) -> list[float]:
         dispatcher = Dispatcher(
             channel.needed_store, lambda: channel.publisher_of(app.connection_for_write())
         )
-        with bench.progress(f"store, dispatch from {url.partition(':')[0]}", rounds) as done:
-            for number in range(rounds):
-                with bulk(app) as batch:
-                    for index in range(count):
-                        batch.send(TASK, (index,), countdown=2)
-                sleep(2.1)  # they are all due
-                started = perf_counter()
-                assert dispatcher.publish_due() >= count
-                rates.append(count / (perf_counter() - started))
-                done(number + 1)
+        for _ in range(rounds):
+            with bulk(app) as batch:
+                for index in range(count):
+                    batch.send(TASK, (index,), countdown=2)
+            sleep(2.1)  # they are all due
+            started = perf_counter()
+            assert dispatcher.publish_due() >= count
+            rates.append(count / (perf_counter() - started))
         dispatcher._disconnect()
     return rates
 
@@ -153,10 +151,9 @@ def lateness(bench: Bench, url: str) -> list[float]:
             with app.connection_for_read() as connection:
                 queue = app.amqp.queues[QUEUE](connection.default_channel)
                 consumer = Consumer(connection, [queue], on_message=came, prefetch_count=500)
-                with consumer, bench.progress("store, lateness", count) as done:
+                with consumer:
                     while len(late) < count + 1:
                         connection.drain_events(timeout=60)
-                        done(len(late))
     return late[1:]
 
 

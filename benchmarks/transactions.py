@@ -41,7 +41,7 @@ def run(bench: Bench) -> Result:
         app = stack.enter_context(sending("ours", vhost, confirm=True, store=url))
         engine = create_engine(url)
         stack.callback(engine.dispose)
-        sent = costs(bench, app, engine, rounds)
+        sent = costs(app, engine, rounds)
         committed = commits(bench, app, engine, count)
     own = sent[DELAYED].median / sent[BOTH].median
     result = Result(
@@ -70,7 +70,7 @@ def run(bench: Bench) -> Result:
     return result
 
 
-def costs(bench: Bench, app: Any, engine: Any, rounds: int) -> dict[str, Calls]:
+def costs(app: Any, engine: Any, rounds: int) -> dict[str, Calls]:
     """Measure each send and each insert."""
     send = app.tasks[TASK].apply_async
     row = a_row(app, engine)
@@ -98,7 +98,7 @@ def costs(bench: Bench, app: Any, engine: Any, rounds: int) -> dict[str, Calls]:
         IMMEDIATE: lambda connection, number: send((number,)),
     }
     blocks = {way: partial(rolled_back, app, engine, call) for way, call in ways.items()}
-    found = alternate(bench, "transactions, send", rounds, blocks)
+    found = alternate("transactions, send", rounds, blocks)
     return {way: Calls(each) for way, each in found.items()}
 
 
@@ -135,7 +135,7 @@ def commits(bench: Bench, app: Any, engine: Any, count: int) -> Calls:
         return Block([took], cpu_seconds=0)
 
     rounds = bench.count(10, at_least=2)
-    return Calls(alternate(bench, "transactions, commit", rounds, {"commit": commit})["commit"])
+    return Calls(alternate("transactions, commit", rounds, {"commit": commit})["commit"])
 
 
 def draw(result: Result) -> Figure:
