@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from time import time
@@ -52,21 +51,12 @@ def api_of(connection: Any, management_url: str | None) -> ManagementAPI:
     return management_of(connection, settings)
 
 
-@dataclass(frozen=True)
-class Verified:
-    """The problems of findings, by their level."""
-
-    differences: list[str]
-    unchecked: list[str]
-    advice: list[str]
-
-
-def verified(connection: Any, management_url: str | None) -> Verified:
+def verified(connection: Any, management_url: str | None) -> tuple[list[str], list[str]]:
+    """The problems that are wrong, and those that could not be checked."""
     found = verify(delays_of(connection), api_of(connection, management_url))
     assert all(finding.remedy for finding in found)
-    return Verified(
-        *([f.problem for f in found if f.level == level] for level in (WRONG, UNCHECKED, ADVICE))
-    )
+    wrong, unchecked = ([f.problem for f in found if f.level == at] for at in (WRONG, UNCHECKED))
+    return wrong, unchecked
 
 
 def counted(connection: Any, management_url: str | None) -> RabbitStatus:
@@ -75,14 +65,14 @@ def counted(connection: Any, management_url: str | None) -> RabbitStatus:
 
 def declared_with(connection: Any, queue: str, **arguments: Any) -> None:
     """Replace *queue* by one with other arguments, and bind it again."""
-    there = next(d for d in TOPOLOGY.plan() if isinstance(d, Queue) and d.name == queue)
-    connection.default_channel.queue_delete(queue)
+    plan, channel = TOPOLOGY.plan(), connection.default_channel
+    there = next(d for d in plan if isinstance(d, Queue) and d.name == queue)
+    to_queue = (queue, False)
     bindings = [
-        d
-        for d in TOPOLOGY.plan()
-        if isinstance(d, Binding) and (d.destination, d.to_exchange) == (queue, False)
+        d for d in plan if isinstance(d, Binding) and (d.destination, d.to_exchange) == to_queue
     ]
-    apply(connection.default_channel, [Queue(queue, there.arguments | arguments), *bindings])
+    channel.queue_delete(queue)
+    apply(channel, [Queue(queue, there.arguments | arguments), *bindings])
 
 
 # ---- doctor ------------------------------------------------------------------------------------
@@ -101,8 +91,7 @@ def test_verify_finds_nothing_after_declaring(
         delays_of(connection).prepare(consuming=True)
         publish(connection, "hello", "", exchange="news", delay=0.1)
         for url in (rabbitmq.management_url, f"{rabbitmq.management_url}/"):
-            assert verified(connection, url).differences == [], url
-        assert verified(connection, rabbitmq.management_url).unchecked == []
+            assert verified(connection, url) == ([], [])
 
 
 def test_verify_finds_each_difference(rabbitmq: PrivateRabbitMQ, connection: Any) -> None:
@@ -127,24 +116,20 @@ def test_verify_finds_each_difference(rabbitmq: PrivateRabbitMQ, connection: Any
     onto_queue = next(each for each in bindings if each.destination == LEVEL)
     channel.queue_unbind(LEVEL, onto_queue.source, onto_queue.routing_key)
 
+    expected = [
+        f"{missing}: queue is missing",
+        f"{TOPOLOGY.parking_queue}: queue is missing",
+        f"{with_ttl}: x-message-ttl 999, expected 41",
+        f"{with_length}: x-max-length 5, expected None",
+        f"{no_exchange}: exchange is missing",
+        f"{ready}: type 'direct', expected 'fanout'",
+        f"{DELIVERY}: alternate-exchange None, expected {TOPOLOGY.parking_exchange!r}",
+    ]
+    unbound = (onto_exchange, onto_queue)
+    expected += [f"{b.source}: not bound to {b.destination} with {b.routing_key}" for b in unbound]
     for _ in range(2):
-        found = verified(connection, rabbitmq.management_url)
-        assert sorted(found.differences) == sorted(
-            [
-                f"{missing}: queue is missing",
-                f"{TOPOLOGY.parking_queue}: queue is missing",
-                f"{with_ttl}: x-message-ttl 999, expected 41",
-                f"{with_length}: x-max-length 5, expected None",
-                f"{no_exchange}: exchange is missing",
-                f"{ready}: type 'direct', expected 'fanout'",
-                f"{DELIVERY}: alternate-exchange None, expected {TOPOLOGY.parking_exchange!r}",
-                *(
-                    f"{each.source}: not bound to {each.destination} with {each.routing_key}"
-                    for each in (onto_exchange, onto_queue)
-                ),
-            ]
-        )
-        assert found.unchecked == []
+        wrong, unchecked = verified(connection, rabbitmq.management_url)
+        assert (sorted(wrong), unchecked) == (sorted(expected), [])
 
 
 @on_all_versions
@@ -181,7 +166,7 @@ def test_verify_finds_policies_on_delay_queues(
     }
 
     def further() -> set[str] | None:
-        found = set(verified(connection, url).differences)
+        found = set(verified(connection, url)[0])
         return found - expected if expected < found else None
 
     (further_one,) = wait_until(further)
@@ -189,7 +174,7 @@ def test_verify_finds_policies_on_delay_queues(
     for policy in ("short-lived", "strict", "retrying"):
         rabbitmq.api("DELETE", f"/policies/{vhost}/{policy}")
     rabbitmq.api("DELETE", f"/operator-policies/{vhost}/guard")
-    wait_until(lambda: verified(connection, url).differences == [])
+    wait_until(lambda: verified(connection, url) == ([], []))
 
 
 def test_the_documented_pattern_matches_no_level_queue() -> None:
@@ -228,12 +213,10 @@ def test_without_the_plugin_missing_queues_are_found_and_messages_counted(
             (NOBODY_LISTENS, "does not answer"),
             (None, "management API at http://127.0.0.1:15672"),
         ):
-            found = verified(connection, url)
-            assert found.differences == [f"{LEVEL}: queue is missing"], url
-            [unchecked] = found.unchecked
+            wrong, [unchecked] = verified(connection, url)
+            assert wrong == [f"{LEVEL}: queue is missing"], url
             assert unchecked.startswith("levels and policies: ")
             assert reason in unchecked
-
             counts = counted(connection, url)
             assert counts.stuck is None
             assert [level.waiting for level in counts.levels] == [0] * 3 + [None] + [0] * 4
@@ -243,14 +226,10 @@ def test_verify_without_the_monitoring_tag_uses_amqp(rabbitmq: PrivateRabbitMQ, 
     url = rabbitmq.add_user(f"clerk-{vhost}", "secret-word", vhost=vhost)
     with delaying(url) as connection:
         delays_of(connection).prepare()
-        found = verified(connection, rabbitmq.management_url)
-        assert found.differences == []
-        [unchecked] = found.unchecked
-        assert "HTTP Error 401" in unchecked
-        assert "secret-word" not in unchecked
-
+        wrong, [unchecked] = verified(connection, rabbitmq.management_url)
+        assert ("HTTP Error 401" in unchecked, "secret-word" in unchecked) == (True, False)
         with_credentials = rabbitmq.management_url.replace("://", "://guest:guest@")
-        assert verified(connection, with_credentials) == Verified([], [], found.advice)
+        assert verified(connection, with_credentials) == (wrong, []) == ([], [])
 
 
 # ---- status ------------------------------------------------------------------------------------
@@ -363,15 +342,10 @@ def test_status_prints_levels_waiting_parked_and_stuck_messages(
     assert lines[8].startswith("wrong: parked: 1 message(s) are parked: ")
     assert "see `celery -A PROJ delay parked list`" in lines[9]
     told = shop.told("status")
-    assert told["name"] == SLOW_TOPOLOGY.name
+    assert (told["name"], told["next_due_within_seconds"]) == (SLOW_TOPOLOGY.name, 128)
     assert (told["waiting"], told["parked"], told["stuck"]) == (3, 1, 0)
-    assert told["next_due_within_seconds"] == 128
-    assert told["levels"][-1] == {
-        "queue": SLOW_TOPOLOGY.level_queue(128),
-        "ttl_seconds": 128.0,
-        "waiting": 2,
-        "stuck": 0,
-    }
+    level = {"queue": SLOW_TOPOLOGY.level_queue(128), "ttl_seconds": 128.0}
+    assert told["levels"][-1] == level | {"waiting": 2, "stuck": 0}
     shop.write(APP, vhost_url, management_url=NOBODY_LISTENS, **SLOW)
     assert "stuck unknown (management API not reachable)" in shop.lines("status")
     assert shop.told("status")["stuck"] is None
@@ -423,10 +397,11 @@ def test_parked_messages_are_listed_requeued_and_purged(shop: Project, vhost_url
         row = first["messages"][1]
         assert (row["task"], row["exchange"], row["routing_key"]) == ("shop.remind", "", "gone")
         assert started <= datetime.fromisoformat(row["due"]).timestamp() <= time()
-        lines = shop.lines("parked", "list", "-n", "1")
-        assert lines[0] == "task id exchange routing key due"
-        assert lines[1] == f"shop.remind id-0 orders {first['messages'][0]['due']}"
-        assert lines[2:] == ["3 parked message(s)"]
+        assert shop.lines("parked", "list", "-n", "1") == [
+            "task id exchange routing key due",
+            f"shop.remind id-0 orders {first['messages'][0]['due']}",
+            "3 parked message(s)",
+        ]
 
         declare_queue(stranger, "orders")
         assert shop.lines("parked", "requeue") == [

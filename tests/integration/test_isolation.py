@@ -40,9 +40,6 @@ DELAY_SECONDS = 63 * SETTINGS["resolution"]
 """Through all levels but the two highest."""
 
 
-# ---- sending to a destination that takes nothing -----------------------------------------------
-
-
 def assert_none_early(arrivals: list[Arrival]) -> None:
     assert [arrival.body for arrival in arrivals if arrival.lateness_seconds < 0] == []
 
@@ -94,9 +91,6 @@ def assert_all_come_once(rabbitmq: PrivateRabbitMQ, url: str, queue: str) -> Non
         assert_each_once(letters)
         assert_nothing_held(rabbitmq, vhost_name(url))
         assert_each_once(letters)
-
-
-# ---- destinations that take nothing ------------------------------------------------------------
 
 
 @in_turn("kind", ("headers",), ("fanout",))
@@ -186,10 +180,10 @@ def assert_a_worker_finds_the_full_queue(connection: Any) -> None:
 def test_messages_for_a_deleted_queue_are_parked_while_others_are_on_time(
     rabbitmq: PrivateRabbitMQ, vhost_url: str
 ) -> None:
-    with delaying(vhost_url) as connection, Connection(vhost_url) as stranger:
+    with delaying(vhost_url) as connection:
         declare_queue(connection, "gone")
         delays_of(connection).prepare()
-        stranger.default_channel.queue_delete("gone")
+        connection.default_channel.queue_delete("gone")
         flood_beside_others(connection, "gone")
         wait_until(lambda: parked_count(connection) == len(FLOOD))
         declare_queue(connection, "gone")
@@ -197,9 +191,6 @@ def test_messages_for_a_deleted_queue_are_parked_while_others_are_on_time(
         assert outcome is not None
         assert (outcome.delivered, outcome.still_parked) == (len(FLOOD), 0)
     assert_all_come_once(rabbitmq, vhost_url, "gone")
-
-
-# ---- namespaces and settings -------------------------------------------------------------------
 
 
 def test_two_settings_of_one_namespace_deliver_side_by_side(vhost_url: str) -> None:

@@ -28,11 +28,10 @@ from celery_native_delay import (
 )
 from celery_native_delay.due_time import due_us
 from celery_native_delay.testing import PrivateRabbitMQ
-from celery_native_delay.transports.interface import Wait
+from celery_native_delay.transports.interface import Wait, WorkerPart
 from celery_native_delay.transports.rabbitmq import delays, topology
 from celery_native_delay.transports.rabbitmq.channels import WindowChannel
 from celery_native_delay.transports.rabbitmq.delays import RabbitDelays
-from celery_native_delay.transports.rabbitmq.parking import rescue
 from tests.integration.traffic import (
     TOPOLOGY,
     Arrival,
@@ -335,23 +334,6 @@ def test_an_auto_delete_queue_gets_its_messages_after_its_consumer_restarted(
     assert parked_count(connection) == 0
 
 
-def test_messages_of_a_queue_that_we_deleted_are_parked_until_it_exists_again(
-    connection: Any, vhost_url: str
-) -> None:
-    """tests/integration/test_isolation.py deletes one by hand."""
-    declare_queue(connection, "orders")
-    publish(connection, "one", "orders", delay=0.5)
-    connection.default_channel.queue_delete("orders")
-    publish(connection, "two", "orders", delay=0.5)
-    wait_until(lambda: parked_count(connection) == 2)
-
-    declare_queue(connection, "orders")
-    rescued = rescue(delays_of(connection))
-    assert rescued is not None
-    assert rescued.delivered == 2
-    assert sorted(bodies(arrives(vhost_url, "orders", 2))) == ["one", "two"]
-
-
 @on_all_versions
 @pytest.mark.parametrize("known_by", ["arguments", "passive", "nothing"])
 def test_a_queue_with_reject_publish_gets_each_message_once(
@@ -408,39 +390,38 @@ def test_a_message_that_expires_before_it_is_due_is_delivered_when_due(connectio
     assert arrival.message.native_delay.expires_ms < arrival.at * 1000
 
 
+def early(connection: Any, etas: dict[str, str]) -> tuple[WorkerPart, list[Wait]]:
+    """Receive messages with these bodies from a plain producer, and the part to put them back."""
+    declare_queue(connection, "orders")
+    with Connection(connection.as_uri(include_password=True)) as plain:
+        for body, eta in etas.items():
+            Producer(plain).publish(body, routing_key="orders", headers={"eta": eta})
+    channel = connection.default_channel
+    came = [wait_until(lambda: channel.basic_get("orders")) for _ in etas]
+    waits = [
+        Wait(channel.message_to_python(each), "orders", due_us(eta))
+        for each, eta in zip(came, etas.values(), strict=True)
+    ]
+    return channel.worker_part(channel.delays.settings), waits
+
+
 def test_a_task_put_back_twice_has_one_delivery_id(connection: Any, vhost_url: str) -> None:
     """Put back twice after a lost confirm: both messages are copies of one delivery."""
-    declare_queue(connection, "orders")
-    eta = eta_in(0.5)
-    with Connection(vhost_url) as plain:
-        Producer(plain).publish("early", routing_key="orders", headers={"eta": eta})
-    channel = connection.default_channel
-    message = channel.message_to_python(wait_until(lambda: channel.basic_get("orders")))
-    wait = Wait(message, "orders", due_us(eta))
-    part = channel.worker_part(channel.delays.settings)
-    assert part.put_back([wait]) == part.put_back([wait]) == [None]
-    message.ack()
+    part, waits = early(connection, {"early": eta_in(0.5)})
+    assert part.put_back(waits) == part.put_back(waits) == [None]
+    waits[0].message.ack()
     with inbox(vhost_url, "orders") as letters:
         came = letters.wait_for(2)
     assert len({arrival.message.native_delay.delivery_id for arrival in came}) == 1
 
 
 def test_a_batch_put_back_tells_which_message_the_broker_did_not_take(
-    connection: Any, vhost_url: str, monkeypatch: pytest.MonkeyPatch
+    connection: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker tries only these again. The others come once, though one closed the channel."""
-    declare_queue(connection, "orders")
     etas = {body: eta_in(1.5) for body in ("good", "bad", "nacked", "last")}
     etas["far"] = "2300-01-01T00:00:00+00:00"
-    with Connection(vhost_url) as plain:
-        for body, eta in etas.items():
-            Producer(plain).publish(body, routing_key="orders", headers={"eta": eta})
-    channel = connection.default_channel
-    received = [
-        channel.message_to_python(wait_until(lambda: channel.basic_get("orders"))) for _ in etas
-    ]
-    waits = [Wait(each, "orders", due_us(each.headers["eta"])) for each in received]
-    part = channel.worker_part(channel.delays.settings)
+    part, waits = early(connection, etas)
     settle, wrapped = WindowChannel._settle, RabbitDelays._wrapped
 
     def nack(self: WindowChannel, *answer: Any) -> list[Any]:

@@ -62,9 +62,6 @@ def test_message_attributes_are_kept_over_hops(sqs: PrivateSqs) -> None:
     assert [message["MessageAttributes"] for message in received] == [attributes] * 2
 
 
-# ---- relays that die, and several relays -------------------------------------------------------
-
-
 #: A relay that dies once it has sent its first messages on, before it deletes them.
 DOOMED = f"""
 import os, signal, sys
@@ -175,9 +172,6 @@ def test_a_message_that_cannot_be_relayed_does_not_hold_up_others(
     assert waiting_on(sqs) == 1
 
 
-# ---- wrong delay queues ------------------------------------------------------------------------
-
-
 def test_worker_and_producer_name_each_wrong_attribute(sqs: PrivateSqs) -> None:
     make_delay_queue(sqs, DelaySeconds="3", MessageRetentionPeriod="60")
     with delaying(sqs.url) as connection:
@@ -221,9 +215,6 @@ def test_a_missing_predefined_queue_is_named(
     assert sorted(names(sqs)) == ["jobs", "jobs-delay.fifo"]
 
 
-# ---- without a relay ---------------------------------------------------------------------------
-
-
 def test_a_producer_warns_if_there_is_no_delay_queue(
     sqs: PrivateSqs, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -235,9 +226,6 @@ def test_a_producer_warns_if_there_is_no_delay_queue(
         assert "jobs-delay.fifo: not found, so no relay serves 'jobs'" in caplog.text
         assert caplog.text.count("not found") == 1
         assert [round(60 + each.lateness_seconds) for each in arrivals] == [HOP_SECONDS] * 2
-
-
-# ---- limits ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("delay", [1, 60])
