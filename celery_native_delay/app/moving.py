@@ -332,14 +332,15 @@ def _part_of(channel: Any, settings: DelaySettings, shown: str) -> MovingPart:
 
 
 class Leaving(Source):
-    """Waiting tasks of a draining app, as plain ETA tasks."""
+    """Waiting tasks of a draining app: as plain ETA tasks, or refused if *moves* is False."""
 
     #: A plain task has no key.
     keeps_keys = True
 
-    def __init__(self, source: Source, state: Records | None) -> None:
+    def __init__(self, source: Source, state: Records | None, *, moves: bool) -> None:
         self._source = source
         self._state = state
+        self._moves = moves
         self.name = source.name
 
     def count(self) -> int:
@@ -353,6 +354,8 @@ class Leaving(Source):
                     yield Void()
                 case Moving() if occurrence_of(found.headers) is not None:
                     yield Void()  # celery beat sends it
+                case Moving() if not self._moves:
+                    yield Stays("it waits: let workers run until it is due, or use --move-to-eta")
                 case _:
                     yield found
 
@@ -368,7 +371,9 @@ class Leaving(Source):
         self._source.close()
 
 
-def leaving(app: Any, connection: Any) -> tuple[MovingPart | None, Sequence[Source]]:
+def leaving(
+    app: Any, connection: Any, *, moves: bool
+) -> tuple[MovingPart | None, Sequence[Source]]:
     """Remove the schedule entries; return what moves the waiting tasks, and the waiting tasks.
 
     The result is (None, ()) if messages of this broker cannot be moved: SQS, pgmq without a store.
@@ -391,5 +396,5 @@ def leaving(app: Any, connection: Any) -> tuple[MovingPart | None, Sequence[Sour
     with suppress(UnsupportedBroker):
         sources += part.own_sources()
     state = channel.state_of_revoked()
-    found = [Leaving(source, state) for source in sources]
+    found = [Leaving(source, state, moves=moves) for source in sources]
     return (part, found) if found else (None, ())

@@ -112,7 +112,7 @@ def uninstall(ctx: click.Context, move_to_eta: bool, force: bool, as_json: bool)
 
     with reachable(ctx) as connection:
         app = ctx.obj.app
-        into, sources = leaving(app, connection)
+        into, sources = leaving(app, connection, moves=move_to_eta)
         part = admin_part(app, connection)
         backlog = part.backlog()
         waiting = backlog.waiting

@@ -19,7 +19,7 @@ from ..finding import WRONG, Finding
 from ..settings import DelaySettings
 from ..store.entry import StoreEntry
 from .interface import AdminPart, Backlog, Told, Wait, WorkerPart
-from .outbox import OutboxBatch
+from .outbox import OutboxBatch, is_lasting_sql
 from .virtual.channel import DelayingChannel, DelayingTransport, VirtualDelays
 from .virtual.outbox import CallingOutbox, Collecting, NotTaken, PlainMessage
 from .virtual.wrapping import wrapped
@@ -204,6 +204,9 @@ class PgmqOutbox(CallingOutbox[PlainMessage]):
     def __init__(self, client: Any, window: int) -> None:
         super().__init__(client, window)
         self.lost = (*self.lost, *client.recoverable_connection_errors)
+
+    def is_lasting(self, error: BaseException) -> bool:
+        return is_lasting_sql(error) or super().is_lasting(error)
 
     def _packed(self, puts: list[PlainMessage]) -> Iterable[OutboxBatch[PlainMessage]]:
         return (OutboxBatch(puts),)

@@ -377,7 +377,8 @@ class StoreAdminPart(AdminPart):
         found = self._store.findings()
         yield from found
         if not any(finding.level == WRONG and finding.check == "store" for finding in found):
-            yield from self._status().findings()
+            with suppress(StoreUnavailable):  # it has just answered: the broker's part comes, too
+                yield from self._status().findings()
         yield from stranded(self._store, ADVICE)
         if self._channel.keeps_all_in_store:
             yield from self._left_in_broker(self.in_broker() or 0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from time import monotonic
 from typing import Any
 
@@ -30,6 +31,7 @@ from tests.integration.traffic import (
     inbox,
     on_all_versions,
 )
+from tests.postgresql import private_postgresql
 from tests.traffic import eta_in
 from tests.waiting import PATIENCE_SECONDS
 
@@ -184,12 +186,28 @@ def test_a_login_that_redis_refuses_is_not_retried(locked_redis_url: str) -> Non
     assert_refused_at_once(said)
 
 
-def assert_refused_at_once(said: dict[str, str]) -> None:
+@pytest.mark.ci
+def test_a_database_that_cannot_be_opened_is_not_retried(tmp_path: Path) -> None:
+    """As the broker, and as the store of another broker."""
+    text = tmp_path / "text"
+    text.write_text("no database at all, and long enough to be read as its head" * 9)
+    with private_postgresql() as server:
+        said = {
+            server.url("nowhere"): "does not exist",
+            f"sqlite:///{tmp_path}/nowhere/shop.db": "unable to open database file",
+            f"sqlite:///{text}": "file is not a database",
+        }
+        assert_refused_at_once({f"sqla+{url}": reason for url, reason in said.items()})
+        for url, reason in said.items():
+            assert_refused_at_once({"memory://": reason}, store=url)
+
+
+def assert_refused_at_once(said: dict[str, str], **settings: Any) -> None:
     for url, reason in said.items():
         begun = monotonic()
         with (
             pytest.raises(Exception, match=reason),
-            bulk(make_app(url, levels=16), check=False) as batch,
+            bulk(make_app(url, levels=16, **settings), check=False) as batch,
         ):
             batch.send("shop.remind", countdown=60)
         assert monotonic() - begun < outbox.PATIENCE_SECONDS / 2

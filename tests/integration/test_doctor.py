@@ -16,7 +16,7 @@ from celery import Celery
 
 from celery_native_delay import install
 from celery_native_delay.app.doctor import examine
-from celery_native_delay.finding import ADVICE, WRONG, Finding
+from celery_native_delay.finding import ADVICE, UNCHECKED, WRONG, Finding
 from celery_native_delay.store import database
 from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis
 from celery_native_delay.transports.redis.keys import RedisBrokerKeys
@@ -227,6 +227,8 @@ def test_sqs_a_missing_relay_is_found(project: Project, sqs: PrivateSqs) -> None
     assert "missing" in the_wrong(app, "delay queues").problem
     project.delay("declare")
     assert of_level(app, WRONG) == []
+    (silent,) = of_level(app, UNCHECKED)
+    assert "whether anything relays from" in silent.problem
     app.send_task("shop.remind", countdown=60)
     (found,) = wait_until(lambda: of_level(app, WRONG) or None)
     assert found.check == "relaying"

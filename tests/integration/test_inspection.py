@@ -132,6 +132,18 @@ def test_verify_finds_each_difference(rabbitmq: PrivateRabbitMQ, connection: Any
         assert (sorted(wrong), unchecked) == (sorted(expected), [])
 
 
+def test_verify_names_queues_of_another_release(rabbitmq: PrivateRabbitMQ, connection: Any) -> None:
+    delays = delays_of(connection)
+    delays.prepare()
+    api = api_of(connection, rabbitmq.management_url)
+    assert verify(delays, api) == []
+    old = f"{delays.settings.namespace}.v0.28x1000ms.level-07"
+    declare_queue(connection, old)
+    (found,) = wait_until(lambda: verify(delays, api))
+    assert (found.check, found.level) == ("old queues", ADVICE)
+    assert f"such as {old}" in found.problem
+
+
 @on_all_versions
 def test_verify_finds_policies_on_delay_queues(
     rabbitmq: PrivateRabbitMQ, connection: Any, vhost: str

@@ -9,7 +9,7 @@ from typing import Any
 from amqp.exceptions import AccessRefused, NotFound
 
 from ...errors import ManagementUnavailable
-from ...finding import UNCHECKED, WRONG, Finding
+from ...finding import ADVICE, UNCHECKED, WRONG, Finding
 from .delays import RabbitDelays
 from .management import ManagementAPI, overriding_policies, refusing_findings
 from .mirror import blueprint
@@ -41,7 +41,11 @@ def verify(delays: RabbitDelays, api: ManagementAPI, queues: Sequence[Any] = ())
     plan = list(topology.plan()) if topology.settings.declare else blueprint(topology, queues)
     try:
         found = [*_compare(topology, plan, api), *overriding_policies(api, topology)]
-        return _by_rights(delays, found) + refusing_findings(api, topology)
+        return [
+            *_by_rights(delays, found),
+            *refusing_findings(api, topology),
+            *_of_others(topology, api),
+        ]
     except ManagementUnavailable as exc:
         unchecked = Finding.of_sentence("delay levels", UNCHECKED, f"levels and policies: {exc}")
         return [unchecked, *_by_rights(delays, list(_missing(delays, plan)))]
@@ -75,6 +79,20 @@ def _by_rights(delays: RabbitDelays, found: list[Finding]) -> list[Finding]:
     if refused == ["configure"]:
         way_out += ", or let a user who has it run `celery -A PROJ delay declare`"
     return [Finding("permissions", WRONG, problem, way_out), *found]
+
+
+def _of_others(topology: Topology, api: ManagementAPI) -> Iterator[Finding]:
+    """Name the queues of this namespace that another release, or another layout, has declared."""
+    alike = topology.parking_queue, topology.rescue_lock_queue, topology.rescue_pause_queue
+    start = f"{topology.settings.namespace}.v"
+    names = [queue["name"] for queue in api.named("queues", start)]
+    if old := [name for name in names if not name.startswith((f"{topology.name}.", *alike))]:
+        yield Finding(
+            "old queues",
+            ADVICE,
+            f"{len(old)} queue(s) of another release, such as {old[0]}",
+            "when no app uses them and they are empty, delete them",
+        )
 
 
 def examine(delays: RabbitDelays, api: ManagementAPI, found: RabbitStatus) -> list[Finding]:

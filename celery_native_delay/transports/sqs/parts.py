@@ -12,7 +12,7 @@ from kombu.exceptions import OperationalError
 
 from ...durations import duration
 from ...errors import NativeDelayError, TopologyMismatch
-from ...finding import WRONG, Finding
+from ...finding import UNCHECKED, WRONG, Finding
 from ...settings import DelaySettings
 from ...texts import table
 from ..interface import AdminPart, Backlog, Told, Wait, WorkerPart
@@ -119,7 +119,19 @@ class SqsAdminPart(AdminPart):
                 yield Finding.of_sentence("delay queues", WRONG, f"{name}: {why}")
             else:
                 yield from mismatches(name, attributes)
-        yield from self.status().found
+        counted = self.status()
+        yield from counted.found
+        silent = [
+            each["delay_queue"]
+            for each in counted.facts["queues"]
+            if each["on_the_way"] is not None and not each["overdue"]
+        ]
+        if silent:
+            problem = (
+                f"whether anything relays from {', '.join(silent)}: SQS tells it only of messages "
+                f"that have done their wait, and none lies there"
+            )
+            yield Finding("relaying", UNCHECKED, problem, f"make sure of it: {_RELAY}")
 
     def status(self) -> Told:
         """Tell approximate counts, and messages that no relay receives from a delay queue."""

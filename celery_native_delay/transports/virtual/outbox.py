@@ -13,7 +13,7 @@ from kombu.utils.json import dumps
 from ...errors import NativeDelayError, RefusedMessage, StoreUnavailable
 from ...store.interface import Row
 from .. import outbox
-from ..outbox import OutboxBatch
+from ..outbox import OutboxBatch, is_lasting_sql
 from ..stored_bulk import StoredBatch, StoredMessage, packed, write
 from .from_store import entry_of
 from .template import CollectedMessage, refused_of
@@ -209,6 +209,9 @@ class StoreOutbox(CallingOutbox[Any]):
     def __init__(self, client: Any, window: int) -> None:
         super().__init__(client, window)
         self.lost = (*self.lost, StoreUnavailable, *client.recoverable_connection_errors)
+
+    def is_lasting(self, error: BaseException) -> bool:
+        return is_lasting_sql(error) or super().is_lasting(error)
 
     def _prepare(self, channel: Any) -> None:
         channel.needed_store.prepare()
