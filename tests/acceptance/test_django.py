@@ -178,3 +178,41 @@ def test_tasks_of_django_6_wait_as_shown(site: Path) -> None:
     (site / "orders/reviews.py").write_text(only("django6-task").text)
     (site / "orders/test_reviews.py").write_text(DJANGO6_TESTS)
     assert "Ran 6 tests" in manage(site, "manage.py", "test")
+
+
+@pytest.mark.skipif(django.VERSION < (6,), reason="Django 6 has tasks, and needs Python 3.12")
+def test_tasks_of_django_6_are_sent_with_the_transaction(site: Path) -> None:
+    pytest.importorskip("django_tasks_celery")
+    for name in ("django6-settings", "django-transactions-settings"):
+        add(site / "shop/settings.py", only(name).text)
+    add(site / "orders/tasks.py", "from . import reviews\n")
+    (site / "orders/reviews.py").write_text(only("django6-task").text)
+    manage(site, "manage.py", "migrate")
+    servers = 'CELERY_BROKER_URL = "memory://"\nCELERY_RESULT_BACKEND = None\n'
+    add(site / "shop/settings.py", servers)
+    program = """
+from celery_native_delay import Delay
+from django.db import transaction
+from orders.reviews import ask_for_review, ask_in_a_week
+from shop.celery import app
+
+def queued():
+    with app.connection_for_write() as connection:
+        return connection.default_channel.queue_declare("celery").message_count
+
+def ask():
+    ask_in_a_week("ada@example.com")
+    ask_for_review.enqueue("ada@example.com")
+
+try:
+    with transaction.atomic():
+        ask()
+        raise ZeroDivisionError
+except ZeroDivisionError:
+    print("rolled back:", Delay(app).count(), queued())
+with transaction.atomic():
+    ask()
+print("committed:", Delay(app).count(), queued())
+"""
+    told = manage(site, "manage.py", "shell", "-c", program)
+    assert "rolled back: 0 0\ncommitted: 1 1\n" in told

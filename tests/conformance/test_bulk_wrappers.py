@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import importlib
+import json
 import logging
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
@@ -215,3 +218,23 @@ def test_equal_options_of_different_types_are_not_mixed(app: Celery, letters: In
     found = {a.message.headers["id"]: repr(a.message.headers["timelimit"][1]) for a in came}
     assert found == sent
     assert batch.result.by_template == 6
+
+
+def test_sentry_has_a_span_for_each_message(space: str) -> None:
+    """In a process of its own, because Sentry patches Celery for good."""
+    command = [sys.executable, "-m", "tests.conformance.sentry_process", space]
+    with inbox(make_app(space), "plain") as letters:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+        assert run.returncode == 0, run.stderr
+        came = letters.wait_for(18)
+    seen = json.loads(run.stdout)
+    headers = {a.message.headers["id"]: a.message.headers for a in came}
+    assert seen["by_template"] == 0
+    assert [span["id"] for span in seen["publishes"]] == seen["ids"]
+    for span in seen["publishes"]:
+        own = headers[span["id"]]
+        assert own["sentry-trace"].split("-")[0] == span["trace_id"]
+        assert f"sentry-trace_id={span['trace_id']}" in own["baggage"]
+    for name in ("sentry-trace", "baggage", "sentry-task-enqueued-time"):
+        assert len({each[name] for each in headers.values()}) == 18
+    assert f"{SAID}celery.app.base.Celery.send_task is wrapped by other code" in run.stderr

@@ -443,3 +443,26 @@ def test_a_batch_put_back_tells_which_message_the_broker_did_not_take(
     results = part.put_back(waits)
     expected = [NoneType, PublishRefused, MessageNacked, NoneType, NoneType]
     assert [type(result) for result in results] == expected
+
+
+def test_two_messages_with_one_headers_dict_have_two_delivery_ids(
+    connection: Any, vhost_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first was nacked and given up; a consumer that drops repeated ids must get the second."""
+    declare_queue(connection, "orders")
+    wait_all = WindowChannel.wait_all
+    nacked: list[Any] = []
+
+    def nack_the_first(self: Any, **options: Any) -> None:
+        wait_all(self, **options)
+        if not nacked:
+            nacked.append(self)
+            raise MessageNacked("nacked")
+
+    monkeypatch.setattr(WindowChannel, "wait_all", nack_the_first)
+    producer, headers = Producer(connection), {"eta": eta_in(0.5)}
+    with pytest.raises(MessageNacked):
+        producer.publish("same", routing_key="orders", headers=headers)
+    producer.publish("same", routing_key="orders", headers=headers)
+    came = arrives(vhost_url, "orders", 2)
+    assert len({arrival.message.native_delay.delivery_id for arrival in came}) == 2

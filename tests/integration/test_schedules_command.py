@@ -454,3 +454,27 @@ def test_a_scheduler_that_cannot_be_read_is_a_problem_and_stops_the_worker(
         with pytest.raises(SettingsError, match="got 'djnago'"):
             with start_worker(app, perform_ping_check=False):
                 pass
+
+
+def test_the_doctor_finds_entries_whose_last_runs_did_not_happen(app: Celery) -> None:
+    app.task(no_work, name="shop.tick", base=Refusing)
+    schedules = Schedules(app)
+    schedules.publish()
+
+    def receive(name: str, discarded: Any = None) -> None:
+        number = schedules._known(name).number
+        schedules.advance(name, number, "run", redelivered=False, discarded=discarded)
+
+    receive("nightly", "expired")
+    expired = ["the last run of nightly did not happen: it expired before a worker ran it"]
+    assert schedule_problems(app) == expired
+    receive("nightly", "cancelled")
+    assert schedule_problems(app) == expired, "the user wanted that one not to run"
+    receive("nightly")
+    assert schedule_problems(app) == []
+    for _ in range(2):
+        receive("tick")
+        schedules.send_anew("tick", "shop.tick", "run")
+    why = "apply_async of its class raised RuntimeError: already queued"
+    assert schedule_problems(app) == [f"the last 2 runs of tick did not happen: {why}"]
+    assert [each.runs for each in schedules] == [1, 0]
