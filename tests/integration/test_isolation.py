@@ -168,7 +168,7 @@ def assert_a_worker_finds_the_full_queue(connection: Any) -> None:
     def named() -> list[str]:
         return [each.problem for each in verify(delays, api) if each.check == "full queues"]
 
-    [problem] = wait_until(named)
+    [problem] = wait_until(lambda: named() or None)
     reason = "queue 'full' may refuse messages, and policy 'cap' sets overflow: reject-publish"
     assert reason in problem
     part = connection.default_channel.worker_part(delays.settings)

@@ -21,20 +21,20 @@ from celery import Celery
 from click.testing import CliRunner
 from kombu import Connection, Exchange, Queue
 
-from celery_native_delay import Delay, DelaySettings, NoStore, Verdict, install
+from celery_native_delay import Delay, NoStore, Verdict, install
 from celery_native_delay.app import holds
 from celery_native_delay.app.install import installation_of
 from celery_native_delay.app.installation import ask_broker
 from celery_native_delay.app.moving import Account, move, moving
 from celery_native_delay.cli import delay
 from celery_native_delay.keyed.record import HEADER as KEY
-from celery_native_delay.message import HEADER, Delayed
+from celery_native_delay.message import HEADER
 from celery_native_delay.records.holds import Hold
 from celery_native_delay.records.waiting import HELD, PLACE, Held
 from celery_native_delay.store.entry import StoreEntry
 from celery_native_delay.store.interface import Row
 from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis, vhost_name
-from celery_native_delay.transports.moving import HELD_STAYS, Moving
+from celery_native_delay.transports.moving import HELD_STAYS
 from celery_native_delay.transports.rabbitmq.topology import Topology
 from celery_native_delay.transports.rabbitmq.wrapping import COUNTED_BY_THE_QUEUE
 from tests.brokers import in_ci
@@ -496,21 +496,6 @@ def test_a_message_due_beyond_the_levels_is_refused_and_stays(
         assert source["moved"] == 1
         assert "longest delay" in next(iter(source["refused"]))
         assert Delay(old).ids() == ["order-1"]
-
-
-def test_a_cancelled_message_is_delivered_to_be_announced(app: Celery, vhost_url: str) -> None:
-    """A message as it is moved between brokers."""
-    delayed = Delayed("ab" * 16, time_ns() // 1000, "", "reminders", cancelled=True)
-    content = {"content_type": "application/json", "content_encoding": "utf-8"}
-    content["application_headers"] = {"task": "shop.remind", "id": "order-1"}
-    message = Moving(b"[[], {}, {}]", content, delayed)
-    with app.connection_for_write() as connection:
-        part = connection.default_channel.moving_part(DelaySettings(**LEVELS))
-        part.prepare(queues())
-        assert part.take_in(message)
-    with arriving(app, "reminders") as inbox:
-        (arrival,) = inbox.wait_for(1)
-    assert arrival.message.native_delay.cancelled
 
 
 # ---- keys, and places in the queues of rates ---------------------------------------------------

@@ -98,12 +98,11 @@ def test_a_due_message_is_published_to_its_exchange(connection: Any, vhost_url: 
     assert arrival.waited
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("consumer", ["plain", "installed"])
 def test_a_cancelled_message_stays_cancelled(
     connection: Any, vhost_url: str, consumer: str
 ) -> None:
-    """For a plain worker it has expired long ago."""
+    """Put back or moved from another broker. For a plain worker it has expired long ago."""
     eta = eta_in(0)
     headers = {"task": "t", "id": "task-1", "eta": eta, "expires": "2999-01-01T00:00:00+00:00"}
     message = amqp.Message("hello", application_headers=dict(headers))
