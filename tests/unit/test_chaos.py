@@ -123,19 +123,17 @@ def test_a_task_that_is_once_may_run_again_only_if_its_first_run_was_cut_short(
     assert bool(found.forbidden) == is_forbidden
 
 
-@pytest.mark.parametrize(
-    ("fault", "reason"),
-    [
+def test_a_second_run_is_explained_by_the_fault_that_caused_it() -> None:
+    again = replace(RAN, at=115, worker="default-2")
+    for fault, reason in (
         (Struck("worker-killed", "default-1", 110.03, 112), "its worker was killed"),
         (Struck("node-killed", "node 0", 100.05, 101), "its producer got no answer"),
         (Struck("node-paused", "node 0", 110.03, 111), "did not get its acknowledgement"),
         (Struck("node-killed", "node 0", 105, 106), "handed it over twice"),
         (Struck("node-killed", "node 0", 120, 121), "unexplained"),
-    ],
-)
-def test_a_second_run_is_explained_by_the_fault_that_caused_it(fault: Struck, reason: str) -> None:
-    (said,) = judged(SENT, RAN, replace(RAN, at=115, worker="default-2"), struck=(fault,)).reasons
-    assert reason in said
+    ):
+        (said,) = judged(SENT, RAN, again, struck=(fault,)).reasons
+        assert reason in said
 
 
 # ---- notes of producers ------------------------------------------------------------------------

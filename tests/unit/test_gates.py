@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from datetime import datetime, timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -14,9 +16,10 @@ from celery_native_delay import Delay, KeyedResult, install
 from celery_native_delay.errors import StoreUnavailable
 from celery_native_delay.message import Delayed
 from celery_native_delay.now import utc_now
-from celery_native_delay.records.interface import RecordName, Snapshot
+from celery_native_delay.records.cancelled import note_cancelled
 from celery_native_delay.schedules.state import HEADER as OCCURRENCE
 from celery_native_delay.settings import DelaySettings
+from celery_native_delay.store.opened import store_at
 from celery_native_delay.worker.arrival import AWAY_US, Announce, Arrival, AskAgain, Drop, WaitUntil
 from celery_native_delay.worker.gates import Revoked, cancelled, early, expired, gates
 from celery_native_delay.worker.scheduling import LeftToBeat, Scheduling
@@ -47,44 +50,31 @@ def test_an_early_task_waits_in_the_broker() -> None:
     assert early(arrival(WAITED._replace(cancelled=True), eta=IN_A_MINUTE)) is None
 
 
-class State:
-    """The state in a store that knows one cancelled task, or does not answer."""
-
-    def __init__(self, *, away: bool = False) -> None:
-        self.texts: dict[RecordName, str | None] = {RecordName("cancelled", "1"): "1"}
-        self.away = away
-
-    def read(self, name: RecordName) -> Snapshot:
-        if self.away:
-            raise StoreUnavailable("it is down")
-        return Snapshot(NOW_US, self.texts.get(name))
-
-    def change(self, name: RecordName, decide: Any) -> Any:
-        change = decide(self.read(name))
-        self.texts[name] = change.text
-        return change.answer
-
-
-def revoked(state: State | None) -> Revoked:
+def revoked(state: Any) -> Revoked:
     gate = Revoked()
-    gate.state = state  # type: ignore[assignment]
+    gate.state = state
     return gate
 
 
-def test_a_task_cancelled_while_it_waited_in_the_broker_is_announced_each_time_it_comes() -> None:
+def test_a_task_cancelled_while_it_waited_in_the_broker_is_announced_each_time_it_comes(
+    tmp_path: Path,
+) -> None:
     """The broker may deliver it again before the worker has acknowledged it."""
-    gate = revoked(State())
-    for _ in range(2):
-        assert gate(arrival(WAITED)) == Announce()
-    assert gate(arrival(WAITED, id="2")) is None
-    assert gate(arrival()) is None, "it did not wait"
-    assert gate(arrival(WAITED._replace(stored=True))) is None, "it waited in the store"
+    with closing(store_at(f"sqlite:///{tmp_path}/s.db", "d", timeout_seconds=5)) as store:
+        note_cancelled(store.state, "1", kept_us=1 << 60)
+        gate = revoked(store.state)
+        for _ in range(2):
+            assert gate(arrival(WAITED)) == Announce()
+        assert gate(arrival(WAITED, id="2")) is None
+        assert gate(arrival()) is None, "it did not wait"
+        assert gate(arrival(WAITED._replace(stored=True))) is None, "it waited in the store"
     assert revoked(None)(arrival(WAITED)) is None, "there is no store, or all tasks wait in it"
 
 
 def test_a_task_that_waited_in_the_broker_waits_while_the_store_is_away() -> None:
+    away = Mock(read=Mock(side_effect=StoreUnavailable("it is down")))
     waits = WaitUntil(NOW_US + AWAY_US, "d-1", AskAgain(5.0, beside_prefetch=True), in_broker=True)
-    assert revoked(State(away=True))(arrival(WAITED)) == waits
+    assert revoked(away)(arrival(WAITED)) == waits
 
 
 def test_the_order_of_the_gates() -> None:

@@ -151,12 +151,11 @@ def messages(headers: dict[str, Any], payload: Any, consumer: Any) -> Iterator[A
     found = unwrap({"application_headers": headers}, {"exchange": "", "routing_key": "q"})
     if found is not None:
         came.append((found[0]["application_headers"], found[2]))
-    common: dict[str, Any] = {"delivery_tag": 1, "delivery_info": {}, "consumed_from": "q"}
-    for own, waited in came:
-        message = SimpleNamespace(**common, headers=own, payload=payload, native_delay=waited)
-        yield Arrival(message, own, consumer, NOW_US)
-    message = SimpleNamespace(**common, headers={}, payload=headers, native_delay=None)
-    yield Arrival(message, headers, consumer, NOW_US)
+    parts = [(own, payload, waited, own) for own, waited in came]
+    for own, body, waited, fields in [*parts, ({}, headers, None, headers)]:
+        message = SimpleNamespace(headers=own, payload=body, native_delay=waited)
+        vars(message).update(delivery_tag=1, delivery_info={}, consumed_from="q")
+        yield Arrival(message, fields, consumer, NOW_US)
 
 
 @pytest.mark.parametrize("key", KEYS)

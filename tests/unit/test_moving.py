@@ -3,74 +3,66 @@
 from __future__ import annotations
 
 from base64 import b64encode
-from types import SimpleNamespace
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from celery import Celery
 
+from celery_native_delay import install
+from celery_native_delay.app.keyed import key_records
 from celery_native_delay.app.moving import Account, MovingKeys
 from celery_native_delay.due_time import due_us
 from celery_native_delay.errors import CannotDelay
 from celery_native_delay.keyed.record import HEADER, Mark, Record, Run
 from celery_native_delay.keyed.records import KeyRecords
-from celery_native_delay.keyed.rules import Rule, Seen, Step
+from celery_native_delay.keyed.rules import Step
 from celery_native_delay.message import Delayed
 from celery_native_delay.transports.moving import Moving, derived_id
 from celery_native_delay.transports.rabbitmq.moving import deliveries_of
 from celery_native_delay.transports.virtual.moving import moving_of
 from celery_native_delay.transports.virtual.wrapping import encoded, wrapped
 
+FAR_US = 1 << 60
 MARK = Mark("unique", "shop.remind", "ada", "end")
 
 
-class Records(KeyRecords):
-    """Records in a dict."""
-
-    def __init__(self, record: Record) -> None:
-        self.by_name = {MARK.name: record}
-
-    def read(self, name: str) -> Seen:
-        return Seen(100, self.by_name.get(name))
-
-    def change(self, name: str, rule: Rule, put: Any = None) -> tuple[Seen, Step]:
-        seen = self.read(name)
-        step = rule(seen)
-        self.by_name.pop(name, None)
-        if step.record is not None:
-            self.by_name[name] = step.record
-        return seen, step
+@pytest.fixture
+def records(tmp_path: Path) -> Iterator[KeyRecords]:
+    app = Celery("shop", broker="memory://", set_as_current=False)
+    install(app, store=f"sqlite:///{tmp_path}/delays.db")
+    with app, app.connection_for_write() as connection:
+        yield key_records(app, connection)
 
 
-def taken_in(records: Records, *, shared: bool = False) -> bool:
-    """Move the task "one", which has a key, to a place that may share the records."""
-    taken: list[Moving] = []
-
-    def take_in(moving: Moving) -> bool:
-        taken.append(moving)
-        return True
-
-    source: Any = SimpleNamespace(keeps_keys=False, key_records=lambda: records)
-    to = records if shared else None
-    there: Any = SimpleNamespace(take_in=take_in, key_records=lambda: to)
+def taken_in(records: KeyRecords, record: Record, *, shared: bool = False) -> bool:
+    """Move the task "one", whose key has this record, to a place that may share the records."""
+    records.change(MARK.name, lambda seen: Step(record, FAR_US))
+    source: Any = Mock(keeps_keys=False, key_records=lambda: records)
+    there: Any = Mock(key_records=lambda: records if shared else None)
     headers = {"task": "shop.remind", "id": "one", HEADER: MARK.header()}
     properties = {"application_headers": headers}
     moving = Moving(b"[]", properties, Delayed("one", 5, "", "reminders"))
-    return MovingKeys(source, there).take_in(moving) and bool(taken)
+    MovingKeys(source, there).take_in(moving)
+    return bool(there.take_in.called)
 
 
-def test_a_task_stays_while_another_attempt_runs_with_its_key() -> None:
-    run = Run("zero", "token", lease_us=200)
+def test_a_task_stays_while_another_attempt_runs_with_its_key(records: KeyRecords) -> None:
+    run = Run("zero", "token", lease_us=FAR_US)
     with pytest.raises(CannotDelay, match="a task with its key is running"):
-        taken_in(Records(Record(id="one", due_us=5, runs=(run,))))
+        taken_in(records, Record(id="one", due_us=5, runs=(run,)))
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_a_record_moves_with_its_task_unless_both_brokers_share_it(shared: bool) -> None:
+def test_a_record_moves_with_its_task_unless_both_brokers_share_it(
+    records: KeyRecords, shared: bool
+) -> None:
     """Two URLs may name one Redis: deleting the record there would delete it here."""
     record = Record(id="one", due_us=5)
-    records = Records(record)
-    assert taken_in(records, shared=shared)
-    assert records.by_name == ({MARK.name: record} if shared else {})
+    assert taken_in(records, record, shared=shared)
+    assert records.read(MARK.name).record == (record if shared else None)
 
 
 def test_the_account_keeps_a_limited_number_of_reasons_and_ids() -> None:

@@ -12,6 +12,7 @@ from datetime import timedelta
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from celery import Celery, signals
@@ -242,16 +243,15 @@ class Asking:
 
 def test_gates_are_asked_only_about_messages_that_concern_them(worker: Worker) -> None:
     """A task's name, an ETA, a wait or a header of ours; others go to Celery at once."""
-    asked: list[Arrival] = []
-    worker.gate(asked.append)  # type: ignore[arg-type]
+    worker.gate(gate := Mock(return_value=None))
     concern: list[dict[str, Any]] = [{"name": "once"}, {"waited": {}}, {"eta": -60}]
     concern += [{header: {}} for header in strategies._READ]
     for number, message in enumerate(concern, 1):
         worker.receives(**message)
-        assert len(asked) == number, message
+        assert gate.call_count == number, message
     worker.receives()
     worker.receives(expires=60)
-    assert len(asked) == len(concern)
+    assert gate.call_count == len(concern)
 
 
 @pytest.mark.parametrize("waited", [None, {}])
@@ -260,31 +260,28 @@ def test_a_gate_that_has_not_decided_is_asked_again(worker: Worker, waited: Any)
 
     The loop is woken for it.
     """
-    woken: list[float] = []
-    worker.consumer.strategies.wake = lambda: woken.append(1)
+    worker.consumer.strategies.wake = wake = Mock()
     worker.gate(gate := Asking())
     worker.receives(eta=-1, waited=waited)
     (arrival,) = gate.arrivals
     assert (arrival.name, arrival.id, arrival.queue) == ("t", "1", "side")
     assert not arrival.message.acknowledged
-    assert worker.ran == woken == []
+    assert worker.ran == wake.mock_calls == []
     worker.clock.advance(seconds=1)
     assert worker.ran == [(0.5, worker.at(-1))]
     assert arrival.message.headers["eta"] == worker.at(-1)
-    assert (len(gate.arrivals), woken) == (2, [1])
+    assert (len(gate.arrivals), wake.call_count) == (2, 1)
 
 
 @pytest.mark.parametrize("from_here", [False, True])
 def test_gates_that_let_a_task_pass_are_asked_again_unless_the_ruling_says_no(
     worker: Worker, from_here: bool
 ) -> None:
-    passed: list[Arrival] = []
-    rulings = [AskAgain(0.5, from_here=from_here)]
-    worker.gate(passed.append)  # type: ignore[arg-type]
-    worker.gate(lambda _: rulings.pop() if rulings else None)
+    worker.gate(passes := Mock(return_value=None))
+    worker.gate(Mock(side_effect=[AskAgain(0.5, from_here=from_here), None]))
     worker.receives(waited={})
     worker.clock.advance(seconds=1)
-    assert (len(passed), worker.ran) == (1 if from_here else 2, [(0.5, None)])
+    assert (passes.call_count, worker.ran) == (1 if from_here else 2, [(0.5, None)])
 
 
 def test_no_gate_is_asked_again_whose_connection_is_gone(worker: Worker) -> None:
@@ -324,13 +321,11 @@ def test_the_gate_of_a_task_that_cannot_wait_is_asked_again(worker: Worker) -> N
 def test_a_dropped_task_is_acknowledged_logged_and_sent_as_an_event(
     worker: Worker, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sent: list[Any] = []
-    send = lambda event, **fields: sent.append((event, fields))  # noqa: E731
-    worker.consumer.event_dispatcher = SimpleNamespace(enabled=True, send=send)
+    worker.consumer.event_dispatcher = events = Mock(enabled=True)
     worker.gate(lambda _: Drop("it lost", "lost", {"run": "r"}))
     with caplog.at_level("INFO"):
         worker.receives(waited={})
-    assert sent == [("lost", {"uuid": "1", "name": "t", "run": "r"})]
+    events.send.assert_called_once_with("lost", uuid="1", name="t", run="r")
     assert "task t[1] is dropped: it lost" in caplog.text
     worker.clock.run_all()
     assert worker.ran == []
@@ -344,7 +339,7 @@ def test_after_an_error_in_a_gate_the_task_waits_in_the_broker(
 
     In the worker's memory, a gate that always fails would collect the whole queue.
     """
-    worker.gate(faulty)
+    worker.gate(Mock(side_effect=RuntimeError("a fault")))
     worker.receives(eta=-1, waited=waited)
     assert "t[1]" in caplog.text
     assert "a fault" in caplog.text
@@ -356,16 +351,11 @@ def test_after_an_error_in_a_gate_the_task_waits_in_the_broker(
 @pytest.mark.usefixtures("full")
 def test_a_faulty_gate_is_asked_again_if_the_task_cannot_wait_in_the_broker(worker: Worker) -> None:
     """The task takes its place in the prefetch meanwhile: the worker gets no other for it."""
-    faults = [faulty]
-    worker.gate(lambda arrival: faults.pop()(arrival) if faults else None)
+    worker.gate(Mock(side_effect=[RuntimeError("a fault"), None]))
     worker.receives(waited={})
     assert worker.consumer.qos.value == worker.consumer.initial_prefetch_count
     worker.clock.run_all()
     assert worker.ran == [(strategies.FAULT_SECONDS, None)]
-
-
-def faulty(_: Arrival) -> Ruling | None:
-    raise RuntimeError("a fault")
 
 
 def test_an_idle_loop_runs_a_new_callback_at_once() -> None:
