@@ -93,6 +93,13 @@ def app(broker: Broker) -> Iterator[Celery]:
         yield app
 
 
+@pytest.fixture
+def letters(app: Celery) -> Iterator[Inbox]:
+    """What arrives in the app's queues."""
+    with inbox(app, "plain", "orders") as letters:
+        yield letters
+
+
 @pytest.fixture(scope="module")
 def unread_app(broker: Broker) -> Iterator[Celery]:
     """An app shared by tests that consume no message."""
@@ -133,19 +140,18 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-def test_a_task_in_bulk_is_the_task_that_apply_async_sends(app: Celery) -> None:
+def test_a_task_in_bulk_is_the_task_that_apply_async_sends(app: Celery, letters: Inbox) -> None:
     """With each of the options, the second and third by template."""
     send = app.tasks["shop.remind"].apply_async
     arguments = (7,), {"text": 'é % "quoted"'}
-    with inbox(app, "plain", "orders") as letters:
-        single_of = {}
-        with bulk(app) as batch:
-            for options in OPTIONS:
-                single = send(*arguments, countdown=0.3, **options).id
-                for _ in range(3):
-                    sent = batch.send("shop.remind", *arguments, countdown=0.3, **options)
-                    single_of[sent] = single
-        arrived = {a.message.headers["id"]: a for a in letters.wait_for(4 * len(OPTIONS))}
+    single_of = {}
+    with bulk(app) as batch:
+        for options in OPTIONS:
+            single = send(*arguments, countdown=0.3, **options).id
+            for _ in range(3):
+                sent = batch.send("shop.remind", *arguments, countdown=0.3, **options)
+                single_of[sent] = single
+    arrived = {a.message.headers["id"]: a for a in letters.wait_for(4 * len(OPTIONS))}
     assert arrived.keys() == single_of.keys() | {*single_of.values()}
     for sent, single in single_of.items():
         arrival = arrived[sent]
@@ -155,23 +161,22 @@ def test_a_task_in_bulk_is_the_task_that_apply_async_sends(app: Celery) -> None:
         assert arrival.at >= datetime.fromisoformat(arrival.message.headers["eta"]).timestamp()
 
 
-def test_mixed_due_times_and_queues_arrive_once_and_on_time(app: Celery) -> None:
+def test_mixed_due_times_and_queues_arrive_once_and_on_time(app: Celery, letters: Inbox) -> None:
     """By countdown, by aware and naive ETA, by ISO text, and with a past ETA."""
     count = 100 if whole_seconds(app.conf.broker_url) else 400  # moto takes its time
-    with inbox(app, "plain", "orders") as letters:
-        with bulk(app, window=50) as batch:
-            for number in range(count):
-                at = datetime.now(UTC) + timedelta(seconds=number % 40 / 10)
-                when: dict[str, Any] = [
-                    {"countdown": number % 40 / 10},
-                    {"eta": at},
-                    {"eta": at.replace(tzinfo=None)},
-                    {"eta": at.isoformat()},
-                    {"eta": at - timedelta(hours=1)},
-                ][number % 5]
-                queue = ("plain", "orders")[number % 2]
-                batch.send("shop.remind", (number,), queue=queue, **when)
-        came = letters.wait_for(count)
+    with bulk(app, window=50) as batch:
+        for number in range(count):
+            at = datetime.now(UTC) + timedelta(seconds=number % 40 / 10)
+            when: dict[str, Any] = [
+                {"countdown": number % 40 / 10},
+                {"eta": at},
+                {"eta": at.replace(tzinfo=None)},
+                {"eta": at.isoformat()},
+                {"eta": at - timedelta(hours=1)},
+            ][number % 5]
+            queue = ("plain", "orders")[number % 2]
+            batch.send("shop.remind", (number,), queue=queue, **when)
+    came = letters.wait_for(count)
     assert sorted(body[0][0] for body in bodies(came)) == list(range(count))
     for arrival in came:
         number = arrival.body[0][0]
@@ -185,21 +190,20 @@ def test_mixed_due_times_and_queues_arrive_once_and_on_time(app: Celery) -> None
     assert (result.sent, result.confirmed, result.refused) == (count, count, [])
 
 
-def test_headers_of_a_batch_are_in_every_message(app: Celery) -> None:
+def test_headers_of_a_batch_are_in_every_message(app: Celery, letters: Inbox) -> None:
     """Sent by template or not; a task's own headers win."""
-    with inbox(app, "plain") as letters:
-        with bulk(app, headers={"tenant": "a", "run": "r/0/0"}) as batch:
-            for _ in range(3):
-                batch.send("shop.remind", countdown=0.5)
-            batch.send("shop.remind", countdown=0.5, headers={"tenant": "b"})
-        came = letters.wait_for(4)
+    with bulk(app, headers={"tenant": "a", "run": "r/0/0"}) as batch:
+        for _ in range(3):
+            batch.send("shop.remind", countdown=0.5)
+        batch.send("shop.remind", countdown=0.5, headers={"tenant": "b"})
+    came = letters.wait_for(4)
     headers = [arrival.message.headers for arrival in came]
     assert sorted(each["tenant"] for each in headers) == ["a", "a", "a", "b"]
     assert {each["run"] for each in headers} == {"r/0/0"}
     assert batch.result.by_template == 1
 
 
-def test_before_task_publish_is_sent_for_every_task(app: Celery) -> None:
+def test_before_task_publish_is_sent_for_every_task(app: Celery, letters: Inbox) -> None:
     """A receiver sees each task, and may change its headers."""
     heard = []
 
@@ -207,16 +211,15 @@ def test_before_task_publish_is_sent_for_every_task(app: Celery) -> None:
         heard.append(headers["id"])
         headers["tenant"] = "a"
 
-    with inbox(app, "plain") as letters:
-        with bulk(app) as batch:
-            batch.send("shop.remind", countdown=1)
-            signals.before_task_publish.connect(listen)
-            try:
-                ids = [batch.send("shop.remind", countdown=1) for _ in range(3)]
-            finally:
-                signals.before_task_publish.disconnect(listen)
-            batch.send("shop.remind", countdown=1)
-        came = letters.wait_for(5)
+    with bulk(app) as batch:
+        batch.send("shop.remind", countdown=1)
+        signals.before_task_publish.connect(listen)
+        try:
+            ids = [batch.send("shop.remind", countdown=1) for _ in range(3)]
+        finally:
+            signals.before_task_publish.disconnect(listen)
+        batch.send("shop.remind", countdown=1)
+    came = letters.wait_for(5)
     assert heard == ids
     tenants = [a.message.headers.get("tenant") for a in came]
     assert sorted(tenants, key=str) == [None, None, "a", "a", "a"]
@@ -238,15 +241,14 @@ def test_a_refused_task_does_not_stop_the_batch(unread_app: Celery) -> None:
     assert (batch.result.sent, batch.result.confirmed) == (3, 3)
 
 
-def test_large_and_unknown_tasks(app: Celery) -> None:
+def test_large_and_unknown_tasks(app: Celery, letters: Inbox) -> None:
     """A body of several AMQP frames, and a task that is not registered."""
     text = "x" * 300_000
-    with inbox(app, "plain") as letters:
-        with bulk(app) as batch:
-            for _ in range(3):
-                batch.send("shop.remind", (1, text), countdown=1)
-                batch.send("elsewhere.task", (1,), {"text": text}, countdown=1)
-        came = letters.wait_for(6)
+    with bulk(app) as batch:
+        for _ in range(3):
+            batch.send("shop.remind", (1, text), countdown=1)
+            batch.send("elsewhere.task", (1,), {"text": text}, countdown=1)
+    came = letters.wait_for(6)
     assert {len(a.body[0]) for a in came} == {1, 2}
     assert batch.result.by_template == 2
 
@@ -277,9 +279,9 @@ def test_an_app_that_is_not_installed_is_refused(url: str) -> None:
         bulk(Celery("plain", broker=url, set_as_current=False))
 
 
-def test_an_incomplete_batch_is_sent_in_time(app: Celery) -> None:
+def test_an_incomplete_batch_is_sent_in_time(app: Celery, letters: Inbox) -> None:
     """A task arrives when it is due, without a further send() and before the block ends."""
-    with inbox(app, "plain") as letters, bulk(app) as batch:
+    with bulk(app) as batch:
         for _ in range(6):
             batch.send("shop.remind", eta=eta_in(0.3))
         assert letters.wait_for(6)
