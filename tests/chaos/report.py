@@ -54,7 +54,9 @@ def result_of(outcome: Outcome) -> Result:
             "ran": of_entries.ran,
             "verdicts": {each.value: of_entries.counts[each] for each in entries.Verdict},
             "findings": [
-                asdict(each) | {"verdict": each.verdict.value} for each in of_entries.findings
+                asdict(each)
+                | {"verdict": each.verdict.value, "due_at": round(each.due_at - began, 3)}
+                for each in of_entries.findings
             ],
             "lateness": since(of_entries.lateness),
         },
