@@ -94,9 +94,7 @@ def test_topic_matches_follows_amqp(pattern: str, key: str) -> None:
 
 @patient
 @given(exchange=names, bound=keys, key=keys)
-def test_wildcards_in_the_key_of_a_direct_binding_are_literal(
-    exchange: str, bound: str, key: str
-) -> None:
+def test_wildcards_of_a_direct_binding_are_literal(exchange: str, bound: str, key: str) -> None:
     """A direct exchange compares keys.
 
     The delivery exchange is a topic exchange and must match no more.

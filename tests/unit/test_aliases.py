@@ -94,9 +94,7 @@ def test_all_other_aliases_stay_kombus() -> None:
     assert ours | {"pgmq"} == set(ALIASES)  # which kombu has since 5.7
 
 
-def test_registering_replaces_a_transport_that_kombu_had_resolved(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_registering_replaces_a_resolved_transport(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(
         kombu_transport.TRANSPORT_ALIASES, "amqp", "kombu.transport.pyamqp:Transport"
     )

@@ -255,9 +255,7 @@ def test_two_messages_of_one_due_time_are_never_excused() -> None:
     ("late_runs", "expected"),
     [(MOST_MISSED, EntryVerdict.LEFT_OUT), (MOST_MISSED - 1, EntryVerdict.SKIPPED)],
 )
-def test_due_times_may_be_left_out_after_a_hundred_late_runs(
-    late_runs: int, expected: EntryVerdict
-) -> None:
+def test_due_times_are_left_out_after_100_late_runs(late_runs: int, expected: EntryVerdict) -> None:
     now = 1000.0 + (late_runs + 3) * 5
     late = [(1000.0 + number * 5, now) for number in range(1, late_runs + 1)]
     runs = runs_of_entry(*late, (now + 5, now + 5))

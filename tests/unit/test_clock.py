@@ -383,9 +383,7 @@ def test_the_body_of_a_chord_runs_although_its_header_ignores_results(
     assert ran == (["failed"] if fails else [[1, 2]])
 
 
-def test_without_a_fixture_for_the_app_the_clock_uses_the_current_app(
-    pytester: pytest.Pytester,
-) -> None:
+def test_without_a_fixture_the_clock_has_the_current_app(pytester: pytest.Pytester) -> None:
     """Each process of pytest-xdist has a clock of its own."""
     pytester.makepyfile(
         """

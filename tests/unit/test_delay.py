@@ -147,9 +147,7 @@ def test_no_task_is_changed_if_an_argument_is_no_task(
     assert delay.ls() == before
 
 
-def test_revoke_accepts_whatever_celerys_revoke_accepts(
-    app: Celery, sent: list[AsyncResult]
-) -> None:
+def test_revoke_accepts_whatever_celerys_accepts(app: Celery, sent: list[AsyncResult]) -> None:
     """Celery does not check ids."""
     for ids in ("", None, 7, [""], [None, sent[0].id, ""]):
         app.control.revoke(ids)

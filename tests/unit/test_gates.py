@@ -141,9 +141,7 @@ def test_beat_sends_schedule_entries_again(enabled: object) -> None:
     assert service.scheduler == "Celery's own"
 
 
-def test_a_draining_worker_drops_occurrences_that_beat_sends_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_draining_worker_leaves_occurrences_to_beat(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of other apps in the same namespace still run: their beat stands still."""
     asked = Mock(return_value=None)
     monkeypatch.setattr(Scheduling, "__call__", asked)

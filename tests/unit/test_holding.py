@@ -112,9 +112,7 @@ def shop() -> Iterator[Shop]:
         yield shop
 
 
-def test_held_tasks_wait_in_the_store_until_all_holds_are_released_in_their_order(
-    shop: Shop,
-) -> None:
+def test_held_tasks_wait_in_their_order_until_all_holds_are_released(shop: Shop) -> None:
     shop.delay.hold("shop.*", by="ada@web1")
     for number in (1, 2):
         shop.pay(number)

@@ -471,9 +471,7 @@ def test_a_keyed_result_pickles_copies_and_compares_as_celerys(
 
 
 @pytest.mark.parametrize("copied", COPIED)
-def test_an_eager_keyed_result_pickles_copies_and_compares_as_celerys(
-    copied: Callable[[Any], Any],
-) -> None:
+def test_an_eager_keyed_result_behaves_as_celerys(copied: Callable[[Any], Any]) -> None:
     plain = EagerResult("seven", 7, "SUCCESS", name="shop.add")
     found = copied(keyed_result(copy.copy(plain)))
     assert isinstance(found, EagerKeyedResult)

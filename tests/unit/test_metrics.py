@@ -210,9 +210,7 @@ def test_only_tasks_that_a_broker_delivered_to_this_app_are_written(tmp_path: Pa
     assert receivers() == before
 
 
-def test_a_line_after_an_incomplete_line_is_complete(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_line_after_a_cut_line_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = DailyFiles(tmp_path, "w")
     files.append(0, '{"a":1}')
     write = os.write

@@ -108,9 +108,7 @@ def test_celerys_internal_queues_are_not_mirrored(mirror: Mirror, name: str) -> 
     assert len(mirror.known) == 0
 
 
-def test_bindings_and_landing_exchanges_are_pending_once_and_again_after_a_loss(
-    mirror: Mirror,
-) -> None:
+def test_bindings_and_exchanges_are_pending_once_and_again_after_a_loss(mirror: Mirror) -> None:
     for _ in range(3):
         mirror.queue_declared("q", None, for_replies=False)
         mirror.queue_bound("q", "jobs", "a")

@@ -56,9 +56,7 @@ def test_a_task_stays_while_another_attempt_runs_with_its_key(records: KeyRecord
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_a_record_moves_with_its_task_unless_both_brokers_share_it(
-    records: KeyRecords, shared: bool
-) -> None:
+def test_a_record_moves_with_its_task_unless_shared(records: KeyRecords, shared: bool) -> None:
     """Two URLs may name one Redis: deleting the record there would delete it here."""
     record = Record(id="one", due_us=5)
     assert taken_in(records, record, shared=shared)

@@ -177,9 +177,7 @@ def test_a_signal_receiver_is_found_at_once(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["send_task", "_connection"])
-def test_a_method_replaced_after_install_is_called(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_method_replaced_later_is_called(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """An APM may start later than the app."""
     app = make_app()
     watching = Mock(side_effect=getattr(Celery, name))

@@ -131,9 +131,7 @@ class World:
 
 @settings(max_examples=100)
 @given(rate=RATES, seed=st.integers(0, 2**32), data=st.data())
-def test_no_window_has_more_starts_than_the_rate_allows(
-    rate: Rate, seed: int, data: st.DataObject
-) -> None:
+def test_no_window_has_too_many_starts(rate: Rate, seed: int, data: st.DataObject) -> None:
     """Messages may be late, redelivered, out of order, lost or held back for any time."""
     random = Random(seed)
     late_us = data.draw(st.sampled_from([0, 1_000, 300_000, 3 * rate.period_us]))

@@ -187,9 +187,7 @@ def test_a_task_that_asks_no_more_blocks_no_other(
 
 
 @pytest.mark.parametrize("rates", [Rate("1/h")], indirect=True)
-def test_a_new_task_with_a_long_wait_does_not_wait_before_the_gate(
-    shop: Shop, busy: list[Any]
-) -> None:
+def test_a_new_task_with_a_long_wait_waits_in_the_broker(shop: Shop, busy: list[Any]) -> None:
     state.reserved_requests.clear()
     shop.call("ada")
     state.reserved_requests.update(busy)
@@ -243,9 +241,7 @@ LOCKED = Rate("10/s", key="tenant", concurrent=1)
 
 
 @pytest.mark.parametrize("rates", [LOCKED], indirect=True)
-def test_a_task_takes_locks_when_its_turn_has_come(
-    shop: Shop, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_takes_locks_in_its_turn(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that no task has a lock while it waits for its rate."""
     taken, take = list[float](), rating.take_locks
     monkeypatch.setattr(rating, "take_locks", lambda *_: taken.append(shop.seconds) or take(*_))

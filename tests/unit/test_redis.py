@@ -149,9 +149,7 @@ def test_a_hosted_server_that_cannot_be_configured_is_given_advice_only() -> Non
     ("ahead_seconds", "said"),
     [(0, None), (-1, None), (1, None), (1.5, "1.5 s ahead of"), (-72.25, "1 min 12 s behind")],
 )
-def test_clocks_that_differ_by_more_than_a_second_are_found(
-    ahead_seconds: float, said: str | None
-) -> None:
+def test_clocks_more_than_a_second_apart_are_found(ahead_seconds: float, said: str | None) -> None:
     problems = [finding.problem for finding in clocks(ahead_seconds)]
     assert len(problems) == (said is not None)
     assert all(f"the Redis server's clock is {said} this machine's" in each for each in problems)

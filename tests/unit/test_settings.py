@@ -145,9 +145,7 @@ def test_there_are_at_most_15_settings() -> None:
         ({"shop.pay": 30, "shop.*": 1.5}, {"shop.pay": 30, "shop.mail": 1.5, "mail": None}),
     ],
 )
-def test_once_says_which_tasks_and_for_how_many_days(
-    once: Any, days: dict[str, float | None]
-) -> None:
+def test_once_says_which_tasks_and_how_long(once: Any, days: dict[str, float | None]) -> None:
     """Seven days, also for a task that is once by its decorator only."""
     chosen = DelaySettings(once=once)
     assert replace(chosen) == chosen

@@ -175,9 +175,7 @@ def test_a_file_that_a_producer_still_writes_is_not_consumed(
     message.ack()
 
 
-def test_a_file_that_a_producer_without_this_package_still_writes_waits(
-    queue: Any, tmp_path: Path
-) -> None:
+def test_a_file_that_a_plain_producer_still_writes_waits(queue: Any, tmp_path: Path) -> None:
     """kombu's own consumer would end with JSONDecodeError, and lose the message."""
     queue.put("whole")
     (path,) = tmp_path.glob("*.msg")
@@ -249,9 +247,7 @@ def test_tables_are_frozen(name: str, table: Table, dialect: Dialect) -> None:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
-def test_with_a_prefix_the_tables_have_other_names_and_nothing_else_differs(
-    dialect: Dialect,
-) -> None:
+def test_with_a_prefix_only_the_names_of_tables_differ(dialect: Dialect) -> None:
     texts = "".join(golden(name, dialect).read_text() for name in ("records", "store"))
     tables = schema("shop_delay_").sorted_tables
     found = "".join(declared(table, dialect) for table in tables)

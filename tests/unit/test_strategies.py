@@ -181,9 +181,7 @@ def test_the_queue_of_a_message_is_known_by_its_consumer_or_its_attribute() -> N
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_an_invalid_task_is_rejected_also_when_it_passes_its_gates_again(
-    worker: Worker, again: bool
-) -> None:
+def test_an_invalid_task_is_rejected_also_when_asked_again(worker: Worker, again: bool) -> None:
     """No other code would reject it, and an error would end the consumer."""
     if again:
         worker.gate(lambda arrival: AskAgain(0.5) if worker.clock.now == worker.began else None)

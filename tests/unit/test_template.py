@@ -155,9 +155,7 @@ def test_the_envelope_of_a_template_is_the_channels(data: st.DataObject, kind: K
 
 
 @given(st.data(), kinds)
-def test_a_refused_task_has_all_that_is_needed_to_send_it_again(
-    data: st.DataObject, kind: Kind
-) -> None:
+def test_a_refused_task_has_all_that_a_second_send_needs(data: st.DataObject, kind: Kind) -> None:
     one = envelope(data.draw, kind)
     refused = refused_of("why", dumps(one))
     assert (refused.reason, refused.task_id) == ("why", one["headers"]["id"])

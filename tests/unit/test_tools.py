@@ -94,9 +94,7 @@ def test_a_test_that_passes_alone_is_let_through_and_told_at_the_end(project: Pa
     assert (status, told.splitlines()[1:]) == (0, [NAME])
 
 
-def test_a_test_that_was_let_through_before_fails_and_other_errors_are_passed_on(
-    project: Path,
-) -> None:
+def test_a_test_let_through_before_fails_and_other_errors_are_passed_on(project: Path) -> None:
     (project / "tests/failed_beside_others.txt").write_text(f"{NAME}\n")
     status, said = alone(project, "1")
     assert (status, said.count(NAME), "passed" in said) == (1, 1, False)

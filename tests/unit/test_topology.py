@@ -204,9 +204,7 @@ def test_addresses_that_begin_or_end_alike_never_cross(
         ({"fused_bits": 0}, "celery_delay.v1.31x125ms.f0.quorum"),
     ],
 )
-def test_names_carry_the_settings_that_decide_their_arguments(
-    changes: dict[str, Any], name: str
-) -> None:
+def test_names_carry_the_settings_of_their_arguments(changes: dict[str, Any], name: str) -> None:
     assert topology(**changes).delivery_exchange == f"{name}.delivery"
 
 
@@ -246,9 +244,7 @@ def test_every_name_of_a_plan_is_recognized(wanted: DelaySettings) -> None:
 
 @patient
 @given(wanted=delay_settings())
-def test_nothing_is_declared_twice_and_nothing_bound_before_both_ends_exist(
-    wanted: DelaySettings,
-) -> None:
+def test_nothing_is_declared_twice_or_bound_before_its_ends_exist(wanted: DelaySettings) -> None:
     seen: set[tuple[type, str]] = set()
     bound: set[Binding] = set()
     for declaration in Topology(wanted).plan():
@@ -312,9 +308,7 @@ def test_an_address_fits_if_its_bytes_fit_beside_the_bits_and_dots() -> None:
 
 
 @given(key=st.text(max_size=255), other=st.text(max_size=255))
-def test_an_address_that_does_not_fit_is_hashed_the_same_on_both_sides(
-    key: str, other: str
-) -> None:
+def test_an_address_that_does_not_fit_is_hashed_alike_on_both_sides(key: str, other: str) -> None:
     levels = topology()
     address = message_address("jobs", key)
     used = levels.address("jobs", key)
@@ -340,9 +334,7 @@ def test_collides_is_true_for_a_key_that_reads_like_a_delay() -> None:
         st.sampled_from(["0", "1", "a", "f", "", "%", "%2A", "%l", "news"]), max_size=7
     ).map(".".join),
 )
-def test_a_key_that_does_not_collide_matches_none_of_our_bindings(
-    fused_bits: int, routing_key: str
-) -> None:
+def test_a_key_that_does_not_collide_matches_no_binding(fused_bits: int, routing_key: str) -> None:
     """Such a key travels with ours through every level to a landing queue."""
     levels = topology(levels=5, fused_bits=fused_bits)
     assume(not levels.collides(routing_key))

@@ -230,9 +230,7 @@ def test_a_key_that_cannot_be_freed_is_freed_later(kept: tuple[Leases, Records])
 
 
 def test_a_renewal_that_failed_is_tried_again_soon(
-    monkeypatch: pytest.MonkeyPatch,
-    kept: tuple[Leases, Records],
-    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch, kept: tuple[Leases, Records], caplog: pytest.LogCaptureFixture
 ) -> None:
     """A lease of a minute must survive a short outage of Redis. It ends with its task."""
     leases, records = kept
