@@ -6,7 +6,7 @@ The worker is Celery's consumer in this thread, on the test clock.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,22 +97,16 @@ def test_without_a_rate_only_this_task_waits() -> None:
         assert shop.ran == [(0, "ada"), (0, "bob"), (30, "ada")]
 
 
-def test_a_retry_does_not_count_by_default() -> None:
-    with shop_with(RetryAfter(30), RetryAfter(30), task={"max_retries": 0}) as shop:
+@pytest.mark.parametrize("counts", [False, True])
+def test_a_retry_uses_up_max_retries_only_if_it_counts(counts: bool) -> None:
+    refused = [RetryAfter(30, counts=counts)] * 2
+    with shop_with(*refused, task={"max_retries": int(counts)}) as shop:
         shop.task.delay("ada")
-        shop.clock.run_all()
-        assert [at for at, _ in shop.ran] == [0, 30, 60]
-        assert shop.outcomes == [telemetry.REQUEUED] * 2
-
-
-def test_a_retry_that_counts_uses_up_max_retries() -> None:
-    refused = [RetryAfter(30, counts=True)] * 2
-    with shop_with(*refused, task={"max_retries": 1}) as shop:
-        shop.task.delay("ada")
-        with pytest.raises(RetryAfter):
+        with pytest.raises(RetryAfter) if counts else nullcontext():
             shop.clock.run_all()
-        assert [at for at, _ in shop.ran] == [0, 30]
-        assert shop.outcomes == [telemetry.RETRY]
+        assert [at for at, _ in shop.ran] == ([0, 30] if counts else [0, 30, 60])
+        expected = [telemetry.RETRY] if counts else [telemetry.REQUEUED] * 2
+        assert shop.outcomes == expected
 
 
 def test_after_a_day_the_last_answer_is_the_error_and_still_holds_the_others() -> None:
