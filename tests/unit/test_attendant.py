@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
@@ -16,39 +16,32 @@ from celery_native_delay.worker import attendant
 from celery_native_delay.worker.attendant import Attendant, Task
 
 
-class Part:
-    """A broker that answers each put-back by *answers*, in turn; None means success."""
-
-    def __init__(self, answers: dict[str, list[Exception | None]]) -> None:
-        self.answers = answers
-        self.published = ""
-
-    def put_back(self, waits: Sequence[Wait]) -> list[Exception | None]:
-        self.published += "".join(wait.queue for wait in waits)
-        answers = [self.answers.get(wait.queue) for wait in waits]
-        return [each.pop(0) if each else None for each in answers]
-
-
 @pytest.fixture
-def outcomes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Part, dict[str, str]]]:
-    """Puts the tasks "a", "b" and "c" back; returns the broker, and what became of each task."""
+def outcomes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[str, dict[str, str]]]:
+    """Puts the tasks "a", "b" and "c" back; returns what was published, and what became of each.
+
+    The broker answers each put-back by *answers*, in turn; None means success.
+    """
     monkeypatch.setattr(attendant, "_RETRY_SECONDS", 0.0)
 
-    def put_back(**answers: list[Exception | None]) -> tuple[Part, dict[str, str]]:
-        part = Part(answers)
+    def put_back(**answers: list[Exception]) -> tuple[str, dict[str, str]]:
+        published: list[str] = []
+
+        def answer(waits: Sequence[Wait]) -> list[Exception | None]:
+            published.extend(wait.queue for wait in waits)
+            each = (answers.get(wait.queue) for wait in waits)
+            return [left.pop(0) if left else None for left in each]
+
         thread = Attendant(None, DelaySettings())
-        monkeypatch.setattr(thread, "_part", lambda: part)
-        message = SimpleNamespace(channel=SimpleNamespace(connection=object()))
+        monkeypatch.setattr(thread, "_part", lambda: Mock(put_back=answer))
         became: dict[str, str] = {}
 
         def task(name: str) -> Task:
-            def note(what: str) -> Callable[[], Any]:
-                return lambda: became.setdefault(name, what)
-
-            return Task(Wait(message, name, 0), note("done"), note("held"))
+            note = partial(became.setdefault, name)
+            return Task(Wait(Mock(), name, 0), partial(note, "done"), partial(note, "held"))
 
         thread._put_back_or_hold([task(name) for name in "abc"])
-        return part, became
+        return "".join(published), became
 
     return put_back
 
@@ -66,8 +59,8 @@ def test_only_the_task_whose_publish_failed_is_tried_again(
     outcomes: Any, answers: dict[str, list[Exception | None]], published: str, held: str
 ) -> None:
     """The others are in the broker; a second publish would run them twice."""
-    part, became = outcomes(**answers)
-    assert part.published == published
+    found, became = outcomes(**answers)
+    assert found == published
     assert became == {name: "held" if name in held else "done" for name in "abc"}
 
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from celery import Celery
@@ -94,15 +95,9 @@ def shop(rates: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shop]:
 def busy(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Two requests that keep the pool busy; discarding one frees a process."""
     monkeypatch.setattr(InlinePool, "num_processes", 2)
-    requests: list[Any] = [Request(), Request()]
+    requests = [Mock(id="busy"), Mock(id="busy")]
     state.reserved_requests.update(requests)
     return requests
-
-
-class Request:
-    """An object that can be in the set of reserved requests."""
-
-    id = "busy"
 
 
 # ---- one task -----------------------------------------------------------------------------------
