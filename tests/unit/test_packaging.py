@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 import tarfile
 import tomllib
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hatchling.builders.sdist import SdistBuilder
+
+from scripts.index_metadata import IndexMetadata
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,12 +20,7 @@ SOURCE = "https://code.example/shop/celery_native_delay"
 
 def described(**project: Any) -> dict[str, Any]:
     """The metadata of a version, as `scripts/index_metadata.py` gives it to hatchling."""
-    spec = spec_from_file_location("index_metadata", ROOT / "scripts/index_metadata.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module: Any = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.IndexMetadata(str(ROOT), {}).update(project)
+    IndexMetadata(str(ROOT), {}).update(project)
     return project
 
 
