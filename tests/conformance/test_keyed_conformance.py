@@ -6,14 +6,12 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from itertools import count
-from threading import Barrier
 from time import time
-from typing import Any, TypeVar
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -43,7 +41,7 @@ from celery_native_delay.keyed.rules import Seen
 from celery_native_delay.message import Delayed
 from celery_native_delay.transports.interface import Wait
 from tests.conformance.brokers import Broker, needs_store, options_of, settings_of, without
-from tests.conformance.traffic import SETTINGS, installed_app
+from tests.conformance.traffic import SETTINGS, at_once, installed_app
 from tests.traffic import Inbox
 from tests.waiting import PATIENCE_SECONDS
 
@@ -53,8 +51,6 @@ BROKERS = without("valkey", "sqs")
 also_on_sqs = pytest.mark.parametrize("broker", without("valkey"), indirect=True, scope="session")
 
 TASK = "shop.reindex"
-
-T = TypeVar("T")
 
 #: Longer than any test takes, and within the longest delay.
 LONG = 100.0
@@ -139,18 +135,6 @@ def jobs(app: Celery, key: str) -> Iterator[Counting]:
 def waiting_ids(delay: Delay, *ids: str) -> set[str]:
     """The *ids* whose tasks are waiting."""
     return {*delay.ids()} & {*ids}
-
-
-def at_once(call: Callable[[int], T], callers: int = 4) -> list[T]:
-    """The results of *callers* concurrent calls, each given its number."""
-    barrier = Barrier(callers)
-
-    def calling(number: int) -> T:
-        barrier.wait()
-        return call(number)
-
-    with ThreadPoolExecutor(callers) as pool:
-        return list(pool.map(calling, range(callers)))
 
 
 def read(app: Celery, kind: str, key: str) -> Seen:

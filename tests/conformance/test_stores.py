@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from functools import partial
 from itertools import count
 from threading import Thread
 from time import monotonic, time_ns
@@ -45,6 +44,7 @@ from celery_native_delay.testing import private_redis, require_redis
 from pytest_celery_native_delay import installed
 from tests.brokers import in_ci
 from tests.conformance.brokers import running_database
+from tests.conformance.traffic import at_once
 from tests.waiting import wait_until
 
 HOUR_US = 3_600_000_000
@@ -155,15 +155,6 @@ def put(store: Store, text: str, name: RecordName = NAME, kept_us: int = HOUR_US
 def counted(seen: Snapshot) -> Change[int]:
     number = int(seen.text or 0) + 1
     return Change(str(number), seen.now_us + HOUR_US, number)
-
-
-def together(*calls: Callable[[], object]) -> None:
-    """Call all at the same time, and wait for their ends."""
-    threads = [Thread(target=call) for call in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
 
 
 @pytest.fixture
@@ -426,7 +417,7 @@ def test_of_a_cancel_and_a_dispatcher_at_the_same_time_one_wins(store: Store, ur
             outcomes.extend(tasks(other).cancel(ids))
 
     broker = Broker()
-    together(cancel, lambda: dispatched(store, broker))
+    at_once(lambda number: cancel() if number else dispatched(store, broker), 2)
     dispatched(store, broker)
     cancelled = {each.id for each in outcomes if each}
     assert {one.task_id for one in broker.published if one.cancelled} == cancelled
@@ -533,12 +524,12 @@ def test_a_state_that_is_kept_no_longer_is_none(store: Store) -> None:
 
 
 def test_concurrent_changes_of_one_state_are_not_lost(store: Store, url: str) -> None:
-    def count_up() -> None:
+    def count_up(_: int) -> None:
         with closing(opened(url, store.namespace)) as own:
             for _ in range(25):
                 own.state.change(NAME, counted)
 
-    together(*[count_up] * 4)
+    at_once(count_up)
     assert store.state.load([NAME]) == ["100"]
 
 
@@ -547,11 +538,11 @@ def test_concurrent_starts_at_two_rates_are_each_counted_at_both(store: Store, u
     asked = [Asked(name, "ada", rate) for name, rate in rates.items()]
     turns: list[Turn] = []
 
-    def start() -> None:
+    def start(_: int) -> None:
         with closing(opened(url, store.namespace)) as own, closing(own.lines()) as lines:
             turns.extend(lines.ask(asked) for _ in range(5))
 
-    together(*[start] * 4)
+    at_once(start)
     assert sum(turn.starts for turn in turns) == 10
     assert sorted(turn.place for turn in turns if turn.place is not None) == [*range(10, 20)]
     with closing(store.lines()) as lines:
@@ -625,7 +616,7 @@ def test_of_concurrent_changes_each_sees_the_text_that_it_replaces(store: Store,
         own.state.change(NAME, looking, publish)
         own.close()
 
-    together(*[partial(collect, number) for number in range(12)])
+    at_once(collect, 12)
     (row,) = store.rows_after(None, limit=5)
     body = StoreEntry.decoded(row.entry).body.decode()
     assert sorted(map(int, body.split())) == [*range(12)]

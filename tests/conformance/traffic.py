@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from threading import Event
-from typing import Any
+from threading import Barrier, Event
+from typing import Any, TypeVar
 
 from celery import Celery
 from kombu import Connection, Queue
@@ -20,6 +21,8 @@ from tests.traffic import JOBS, beside
 SETTINGS = {"namespace": "tests", "levels": 13, "fused_bits": 0, "resolution": 0.02}
 
 _LOOK_SECONDS = 0.2
+
+T = TypeVar("T")
 
 
 def plain(url: str, **transport_options: Any) -> Any:
@@ -85,3 +88,15 @@ def waiting_now(connection: Any, *queues: str) -> int:
     part: AdminPart = connection.default_channel.admin_part(DelaySettings.from_mapping(SETTINGS))
     part.serve([Queue(name) for name in queues])
     return part.backlog().waiting
+
+
+def at_once(call: Callable[[int], T], callers: int = 4) -> list[T]:
+    """The results of *callers* concurrent calls, each given its number."""
+    barrier = Barrier(callers)
+
+    def calling(number: int) -> T:
+        barrier.wait()
+        return call(number)
+
+    with ThreadPoolExecutor(callers) as pool:
+        return list(pool.map(calling, range(callers)))
