@@ -45,19 +45,20 @@ def entry(every: float = 10, **fields: Any) -> ScheduleEntry:
 
 
 def waiting(of: ScheduleEntry, **fields: Any) -> State:
-    state = planned(None, of, NOW_US)
-    assert state is not None
-    return replace(state, **fields)
+    return replace(planted(None, of), **fields)
+
+
+def planted(before: State | None, of: ScheduleEntry, now_us: int = NOW_US) -> State:
+    """The state after a worker has published the entry's occurrence, anew if it has changed."""
+    after = planned(before, of, now_us)
+    assert after is not None
+    return after
 
 
 def runs(
-    before: State | None,
-    after: State | None = None,
-    task_id: str = "",
-    *,
-    redelivered: bool = False,
+    before: State | None, after: State | None = None, task_id: str = "", **options: bool
 ) -> bool:
-    return why_dropped(before, after, task_id, redelivered=redelivered) is None
+    return why_dropped(before, after, task_id, **{"redelivered": False, **options}) is None
 
 
 # ---- the entry as text ---------------------------------------------------------------------------
@@ -160,9 +161,7 @@ def test_a_single_time_that_has_passed_runs_late_but_once() -> None:
 
 def test_a_changed_attribute_of_a_users_class_is_a_changed_schedule() -> None:
     one, other = (entry(schedule=Once(datetime(2027, 1, day, tzinfo=UTC))) for day in (1, 2))
-    changed = planned(waiting(one), other, NOW_US)
-    assert changed is not None
-    assert changed.due_us == other.next_us(NOW_US)
+    assert planted(waiting(one), other).due_us == other.next_us(NOW_US)
 
 
 def test_an_entry_is_due_only_between_its_start_and_its_end() -> None:
@@ -215,8 +214,7 @@ def test_an_entry_is_published_once_and_anew_if_it_is_changed() -> None:
     assert (state.number, state.due_us) == (1, NOW_US + 10 * S)
     assert planned(state, entry(), NOW_US + S) is None
     for changed, due_s in ((entry(20), 21), (entry(args=[1]), 10)):
-        anew = planned(state, changed, NOW_US + S)
-        assert anew is not None
+        anew = planted(state, changed, NOW_US + S)
         assert anew.due_us == NOW_US + due_s * S
         assert not anew.waits_for(state.number)
         assert not runs(anew, None, "old")
@@ -318,9 +316,7 @@ def test_a_one_off_entry_runs_once() -> None:
     once = entry(one_off=True)
     state = advanced(waiting(once), once, "task-1", NOW_US + 10 * S, "one")
     assert (state.runs, state.due_us) == (1, None)
-    again = planned(replace(state, entry="{}"), once, NOW_US)
-    assert again is not None
-    assert again.due_us is None
+    assert planted(replace(state, entry="{}"), once).due_us is None
 
 
 def test_a_lost_occurrence_is_published_again_after_one_two_and_four_minutes() -> None:
@@ -339,8 +335,7 @@ def test_a_paused_entry_waits_until_it_is_resumed() -> None:
     assert off.due_us is None
     assert not runs(off, None, "task-1")
     assert sent_again(off, NOW_US + 3600 * S) is None
-    changed = planned(off, entry(20), NOW_US)
-    assert changed is not None
+    changed = planted(off, entry(20))
     assert changed.due_us is None
     assert resumed(changed, entry(20), NOW_US + 5 * S).due_us == NOW_US + 25 * S
 
