@@ -220,17 +220,6 @@ def test_an_entry_is_published_once_and_anew_if_it_is_changed() -> None:
         assert not runs(anew, None, "old")
 
 
-def test_the_occurrences_of_an_interval_keep_to_the_times_of_the_first() -> None:
-    state = waiting(entry())
-    for number in range(1, 4):
-        assert state.due_us == NOW_US + number * 10 * S
-        late_us = state.due_us + 300_000
-        after = advanced(state, entry(), f"task-{number}", late_us, "one")
-        assert runs(state, after)
-        state = after
-    assert (state.number, state.runs, state.ran) == (4, 3, "task-3")
-
-
 def test_a_redelivered_occurrence_runs_again_and_publishes_nothing() -> None:
     state = advanced(waiting(entry()), entry(), "task-1", NOW_US + 10 * S, "one")
     assert not state.waits_for(1)
