@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from contextlib import closing
 from copy import copy
@@ -19,7 +18,8 @@ from celery_native_delay.transports.rabbitmq.topology import Topology
 from tests.acceptance.worker import FEW_LEVELS, fleet_on
 from tests.brokers import on_one_version
 from tests.documents import ROOT, only
-from tests.waiting import PATIENCE_SECONDS, wait_until
+from tests.processes import running
+from tests.waiting import wait_until
 
 CONF = {
     "native_delay_declare": False,
@@ -27,6 +27,8 @@ CONF = {
     "native_delay_fused_bits": 3,
     "no_declare": True,
 }
+
+pytestmark = on_one_version
 
 #: Celery's own remote control, events and heartbeats declare things, too.
 QUIET = ("--without-heartbeat",)
@@ -57,7 +59,6 @@ def permissions_of_the_guide() -> dict[str, dict[str, str]]:
     return by_user
 
 
-@on_one_version
 def test_the_permissions_of_the_guide_are_enough(
     rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str, tmp_path: Path
 ) -> None:
@@ -109,7 +110,6 @@ def remind(user):
 """
 
 
-@on_one_version
 def test_the_app_of_the_guide_runs_tasks_as_the_users_of_the_guide(
     rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str, tmp_path: Path
 ) -> None:
@@ -125,19 +125,13 @@ def test_the_app_of_the_guide_runs_tasks_as_the_users_of_the_guide(
     with closing(names["app"]) as app:
         declare(vhost_url, app)
         ids = [names["remind"].apply_async((7,), countdown=wait).id for wait in (None, 0.5)]
-    command = [sys.executable, "-m", "celery", "-A", "shop", "worker", "--pool=solo", "-l", "INFO"]
+    command = (sys.executable, "-m", "celery", "-A", "shop", "worker", "--pool=solo", "-l", "INFO")
     log = tmp_path / "worker.log"
-    with log.open("wb") as output:
-        worker = subprocess.Popen(command, cwd=tmp_path, stdout=output, stderr=output)
-        try:
-            wait_until(lambda: all(f"{each}] succeeded" in log.read_text() for each in ids))
-        finally:
-            worker.terminate()
-            worker.wait(PATIENCE_SECONDS)
+    with running(*command, log=log, cwd=tmp_path):
+        wait_until(lambda: all(f"{each}] succeeded" in log.read_text() for each in ids))
     assert "access" not in log.read_text().lower()
 
 
-@on_one_version
 def test_a_worker_without_delay_queues_names_the_missing_ones_and_runs_immediate_tasks(
     vhost_url: str, tmp_path: Path
 ) -> None:

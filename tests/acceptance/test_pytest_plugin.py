@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
 
 from celery_native_delay.testing import require_rabbitmq, require_redis
 from pytest_celery_native_delay import installed
+from tests.processes import output_of
 
 pytest_plugins = ["pytester"]
 
@@ -30,13 +30,25 @@ def test_the_plugin_imports_nothing_but_pytest() -> None:
         "import pytest_celery_native_delay\n"
         "print(*set(sys.modules) - before)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
-    assert done.stdout.decode().split() == ["pytest_celery_native_delay"]
+    assert output_of(sys.executable, "-c", program).split() == ["pytest_celery_native_delay"]
 
 
-def test_pytest_lists_the_fixtures(project: pytest.Pytester) -> None:
-    result = project.runpytest_subprocess("--fixtures")
-    result.stdout.fnmatch_lines(
+def test_the_private_redis_is_empty_for_every_test(project: pytest.Pytester) -> None:
+    """And the fixtures are listed."""
+    installed(require_redis)
+    project.makepyfile(
+        """
+        import pytest
+
+        @pytest.mark.parametrize("attempt", [1, 2])
+        def test_it_is_empty(native_delay_redis, native_delay_redis_url, attempt):
+            assert native_delay_redis_url == native_delay_redis.url
+            assert native_delay_redis.client.dbsize() == 0
+            native_delay_redis.client.set("left behind", attempt)
+        """
+    )
+    project.runpytest_subprocess(*STRICT).assert_outcomes(passed=2)
+    project.runpytest_subprocess("--fixtures").stdout.fnmatch_lines(
         [
             "*fixtures defined from pytest_celery_native_delay*",
             "native_delay_rabbitmq ?session scope? -- *",
@@ -64,9 +76,8 @@ def test_a_delayed_task_waits_in_the_private_rabbitmq(project: pytest.Pytester) 
         def app(native_delay_rabbitmq_url):
             return install(Celery("shop", broker=native_delay_rabbitmq_url, set_as_current=False))
 
-        def test_it_waits(app, native_delay_rabbitmq):
+        def test_it_waits(app):
             app.send_task("remind", countdown=60)
-            assert native_delay_rabbitmq.pid
             with Connection(app.conf.broker_url) as connection:
                 queue = connection.default_channel.queue_declare("celery", passive=True)
             assert queue.message_count == 0
@@ -95,22 +106,6 @@ def test_a_delayed_task_waits_in_the_private_rabbitmq(project: pytest.Pytester) 
     result = project.runpytest_subprocess(*STRICT)
     result.assert_outcomes(passed=5, failed=1)
     result.stdout.fnmatch_lines(["*AssertionError: assert 'amqp' == 'redis'"])
-
-
-def test_the_private_redis_is_empty_for_every_test(project: pytest.Pytester) -> None:
-    installed(require_redis)
-    project.makepyfile(
-        """
-        import pytest
-
-        @pytest.mark.parametrize("attempt", [1, 2])
-        def test_it_is_empty(native_delay_redis, native_delay_redis_url, attempt):
-            assert native_delay_redis_url == native_delay_redis.url
-            assert native_delay_redis.client.dbsize() == 0
-            native_delay_redis.client.set("left behind", attempt)
-        """
-    )
-    project.runpytest_subprocess(*STRICT).assert_outcomes(passed=2)
 
 
 @pytest.mark.parametrize(("ci", "outcome"), [("", {"skipped": 2}), ("true", {"errors": 2})])

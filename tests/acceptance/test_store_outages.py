@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from threading import Event, Thread
 from time import monotonic
@@ -21,9 +21,10 @@ from celery_native_delay.store.interface import Store
 from celery_native_delay.store.opened import store_at
 from celery_native_delay.testing import PrivateRedis, private_redis
 from celery_native_delay.within import MOST_AT_ONCE
-from tests.acceptance.worker import Fleet, fleet_on
+from tests.acceptance.worker import Fleet
 from tests.brokers import in_ci, on_one_version
 from tests.hanging import hung
+from tests.integration.test_store_dispatching import away, space_of
 from tests.postgresql import PrivatePostgreSQL, end_backends, private_postgresql
 from tests.proxy import Proxy, connected
 from tests.waiting import PATIENCE_SECONDS, wait_until
@@ -96,10 +97,9 @@ def place(
 
 
 @pytest.fixture
-def fleet(vhost_url: str, place: Place, tmp_path: Path) -> Iterator[Fleet]:
+def fleet(vhost_url: str, place: Place, new_fleet: Callable[..., Fleet]) -> Fleet:
     conf = {"native_delay_store": place.url, "native_delay_store_timeout_seconds": 2}
-    with fleet_on(vhost_url, tmp_path, **conf) as fleet:
-        yield fleet
+    return new_fleet(vhost_url, **conf)
 
 
 def ask(delay: Delay) -> None:
@@ -112,6 +112,13 @@ def asked(delay: Delay) -> int:
     """The number of calls that the waiting task has collected."""
     (task,) = delay.ls("key:seen")
     return task.kwargs.count("{...}")
+
+
+def raises_in_time(call: Callable[[], object]) -> None:
+    began = monotonic()
+    with pytest.raises(StoreUnavailable):
+        call()
+    assert monotonic() - began < PATIENCE_SECONDS
 
 
 def later(fleet: Fleet, number: int, seconds: float) -> str:
@@ -155,10 +162,7 @@ def test_a_store_that_hangs_stops_no_worker(
             lambda: later(fleet, 2, 60),
         ]
         for call in calls:
-            began = monotonic()
-            with pytest.raises(StoreUnavailable):
-                call()
-            assert monotonic() - began < PATIENCE_SECONDS
+            raises_in_time(call)
         # More than the worker takes at once.
         gated += [app.send_task("call_api", ("ada",)).id for _ in range(20)]
         gated.append(app.send_task("note", ("run",), headers={RUN: "nightly"}).id)
@@ -194,6 +198,20 @@ def test_a_worker_that_boots_while_the_store_hangs_starts_no_held_task(
     assert not fleet.record.runs(task_id=held)
 
 
+def test_a_worker_that_boots_before_its_store_dispatches_later(
+    fleet_at: Callable[..., Fleet],
+) -> None:
+    fleet = fleet_at("filesystem")
+    task_id = later(fleet, 1, 1)
+    with away(space_of(fleet.broker_url) / "delays.db"):
+        worker = fleet.worker(queues="default")
+        assert worker.log_lines("delays.db does not work", "it does not answer yet")
+        assert not worker.log_lines("native delay is OFF")
+        worker.wait_for_log("due tasks wait in", "next attempt in")
+    fleet.record.wait_for(1, task_id=task_id)
+    worker.wait_for_log("are published again")
+
+
 @on_one_version
 @pytest.mark.parametrize("fault", [Place.cut_idle, Place.restart], ids=["cut", "restarted"])
 def test_after_a_cut_or_a_restart_each_publish_waits_and_can_be_cancelled(
@@ -206,7 +224,7 @@ def test_after_a_cut_or_a_restart_each_publish_waits_and_can_be_cancelled(
     kept, dropped = [later(fleet, 0, 3)], [later(fleet, 1, 3)]
     ask(delay)
     fault(place)
-    kept.append(wait_until(lambda: published(fleet, 2)))
+    kept.append(wait_until(lambda: answered(lambda: later(fleet, 2, 3))))  # a server that starts
     ask(delay)
     assert asked(delay) == 2
     dropped.append(later(fleet, 3, 3))
@@ -242,47 +260,35 @@ def state_of(delay: Delay) -> dict[str, Any]:
 @on_one_version
 @pytest.mark.ci
 def test_each_change_ends_in_time_while_the_store_hangs_does_nothing_by_halves_and_works_later(
-    vhost_url: str, place: Place, tmp_path: Path
+    fleet: Fleet, place: Place
 ) -> None:
     """Also after a cut of all connections, and a restart."""
-    conf = {"native_delay_store": place.url, "native_delay_store_timeout_seconds": 2}
-    conf |= {"native_delay_schedules": True}
-    with fleet_on(vhost_url, tmp_path, **conf) as fleet:
-        app = fleet.app()
-        install(app, keys={"call_api": Debounce("tenant", seconds=3600)})
-        delay = Delay(app)
-        delay.schedules().add("there", "note", "every 1 h", [0])
-        task_id = later(fleet, 0, 3600)
-        before = state_of(delay)
-        with place.hung():
-            for name, change in CHANGES.items():
-                began = monotonic()
-                with pytest.raises(StoreUnavailable):
-                    change(delay, task_id)
-                assert monotonic() - began < PATIENCE_SECONDS, name
-        assert wait_until(lambda: answered(lambda: state_of(delay))) == before
-        place.cut_idle()
-        wait_until(lambda: answered(lambda: bool(delay.show(task_id))))
-        place.restart()
-        assert wait_until(lambda: answered(lambda: state_of(delay))) == before
-        for name, change in CHANGES.items():
-            change(delay, task_id)
-            after = state_of(delay)
-            assert (after != before) is (name not in ("show", "story")), name
-            before = after
+    fleet.conf["native_delay_schedules"] = True
+    app = fleet.app()
+    install(app, keys={"call_api": Debounce("tenant", seconds=3600)})
+    delay = Delay(app)
+    delay.schedules().add("there", "note", "every 1 h", [0])
+    task_id = later(fleet, 0, 3600)
+    before = state_of(delay)
+    with place.hung():
+        for change in CHANGES.values():
+            raises_in_time(partial(change, delay, task_id))
+    assert wait_until(lambda: answered(lambda: state_of(delay))) == before
+    place.cut_idle()
+    wait_until(lambda: answered(lambda: bool(delay.show(task_id))))
+    place.restart()
+    assert wait_until(lambda: answered(lambda: state_of(delay))) == before
+    for name, change in CHANGES.items():
+        change(delay, task_id)
+        after = state_of(delay)
+        assert (after != before) is (name not in ("show", "story")), name
+        before = after
 
 
 def answered(call: Callable[[], Any]) -> Any:
     with suppress(StoreUnavailable):
         return call()
     return None
-
-
-def published(fleet: Fleet, number: int) -> str | None:
-    try:
-        return later(fleet, number, 3)
-    except StoreUnavailable:  # a server that starts
-        return None
 
 
 def test_calls_whose_packets_are_lost_end_and_the_store_answers_again(place: Place) -> None:
@@ -314,22 +320,17 @@ def test_a_process_that_is_frozen_in_a_transaction_keeps_nothing_locked(
 
     stores = [store_at(place.url, "shop", timeout_seconds=PATIENCE_SECONDS) for _ in range(2)]
     one, other = stores
-    one.state.change(name, lambda _: Change(answer=True, text="0", kept_us=1 << 61))
 
-    def freeze() -> None:
-        with suppress(StoreUnavailable):
-            one.state.change(name, decide)
+    def write(store: Store, text: str) -> bool:
+        return store.state.change(name, lambda _: Change(answer=True, text=text, kept_us=1 << 61))
 
-    thread = Thread(target=freeze)
+    write(one, "0")
+    thread = Thread(target=answered, args=(lambda: one.state.change(name, decide),))
     thread.start()
     frozen.wait(PATIENCE_SECONDS)
 
     def changed() -> bool | None:
-        with suppress(StoreUnavailable):
-            return other.state.change(
-                name, lambda _: Change(answer=True, text="2", kept_us=1 << 61)
-            )
-        return None
+        return answered(lambda: write(other, "2"))
 
     assert changed() is None
     for _ in range(2 * MOST_AT_ONCE):
@@ -344,6 +345,4 @@ def test_a_process_that_is_frozen_in_a_transaction_keeps_nothing_locked(
 
 
 def answers(store: Store) -> bool:
-    with suppress(StoreUnavailable):
-        return store.census().waiting == 0
-    return False
+    return answered(store.census) is not None

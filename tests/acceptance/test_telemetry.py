@@ -76,18 +76,26 @@ def test_every_outcome_of_a_task_is_written(fleet: Fleet, tmp_path: Path) -> Non
     failed = send("hold", "no number", countdown=0.5)
     expired = send("note", "x", countdown=1, expires=0.1)
     timed_out = send("hold", 60, time_limit=1, queue="side")
+    sent_late = send("note", "x", eta=datetime.now(UTC) - timedelta(seconds=5))
+    at_once = send("note", "x")
 
     start, end = events.wait_for(on_time, None, "success")
     for line in (start, end):
         assert (line["task"], line["worker"], line["queue"]) == ("note", worker.name, "orders")
         assert (line["root_id"], line["retries"]) == (on_time, 0)
         assert datetime.fromisoformat(line["due"]) == due
+        assert line["waited"] is True
     assert start["started"] == end["started"] < end["finished"]
     assert start["pid"] == end["pid"] != worker.process.pid
     late = datetime.fromisoformat(start["started"]) - due
     assert late.total_seconds() >= -EARLY_SECONDS
 
+    for task_id, waited in ((sent_late, False), (at_once, None)):
+        lines = events.wait_for(task_id, None, "success")
+        assert [line["waited"] for line in lines] == [waited] * 2
+
     attempts = events.wait_for(retried, None, "retry", None, "retry", None, "success")
+    assert {line["waited"] for line in attempts} == {True}
     assert [line["retries"] for line in attempts] == [0, 0, 1, 1, 2, 2]
     for ended, started in zip(attempts[1::2], attempts[2::2], strict=False):
         comes_again = datetime.fromisoformat(ended["retry_due"])
@@ -118,35 +126,9 @@ def test_every_outcome_of_a_task_is_written(fleet: Fleet, tmp_path: Path) -> Non
     events.wait_for(running, None)
     worker.kill()
     events.wait_for(running, None)
-    assert [run.headers for run in fleet.record.runs()] == [None] * 9  # tasks get no error
+    assert [run.headers for run in fleet.record.runs()] == [None] * 11  # tasks get no error
     for file in events.folder.iterdir():
         assert file.read_bytes().endswith(b"}\n")
-
-
-def waited_of(fleet: Fleet, folder: Path) -> list[bool | None]:
-    """The field "waited" of a task that waits, of one that was sent late, and of an immediate one.
-
-    The first task is also retried, and all its lines have the same value.
-    """
-    events = Events(folder)
-    fleet.worker(concurrency=2, native_delay_telemetry=str(folder))
-    app = fleet.app()
-    in_time = app.send_task("again", (1, 0.3), countdown=1).id
-    late = app.send_task("note", ("x",), eta=datetime.now(UTC) - timedelta(seconds=5)).id
-    at_once = app.send_task("note", ("x",)).id
-    lines = events.wait_for(in_time, None, "retry", None, "success")
-    assert len({line["waited"] for line in lines}) == 1
-    for task_id in (late, at_once):
-        start, end = events.wait_for(task_id, None, "success")
-        assert start["waited"] == end["waited"]
-    return [events.lines(task_id)[0]["waited"] for task_id in (in_time, late, at_once)]
-
-
-@on_one_version
-def test_telemetry_distinguishes_tasks_sent_late_from_tasks_that_waited(
-    fleet: Fleet, tmp_path: Path
-) -> None:
-    assert waited_of(fleet, tmp_path / "telemetry") == [True, False, None]
 
 
 @pytest.mark.parametrize("server_name", ["redis"], indirect=True)

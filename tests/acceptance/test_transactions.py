@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 from sqlalchemy import create_engine, text
 
-from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis, vhost_name
 from pytest_celery_native_delay import installed
 from tests.brokers import installed_rabbitmq
+from tests.documents import ROOT
 from tests.integration.test_transactions import django_settings
 from tests.postgresql import find_postgresql, private_postgresql
+from tests.processes import output_of, running
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
 pytest.importorskip("django")
@@ -29,8 +28,6 @@ STEPS = ("before", "written", "sent", "committed", "published")
 #: ``NATIVE_DELAY_TEST_TASKS=2000`` for the drill.
 TASKS = int(os.environ.get("NATIVE_DELAY_TEST_TASKS", "50"))
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 @pytest.fixture(scope="module")
 def database_url() -> Iterator[str]:
@@ -40,15 +37,10 @@ def database_url() -> Iterator[str]:
 
 
 @pytest.fixture(params=["rabbitmq", "redis"])
-def broker_url(request: pytest.FixtureRequest) -> Iterator[str]:
+def broker_url(request: pytest.FixtureRequest) -> str:
     if request.param == "redis":
-        redis: PrivateRedis = request.getfixturevalue("store_redis")
-        yield redis.url
-        return
-    server: PrivateRabbitMQ = request.getfixturevalue("running_rabbitmq")(installed_rabbitmq())
-    url = server.new_vhost()
-    yield url
-    server.delete_vhost(vhost_name(url))
+        return request.getfixturevalue("store_redis").url
+    return request.getfixturevalue("running_rabbitmq")(installed_rabbitmq()).new_vhost()
 
 
 class Shop:
@@ -74,46 +66,18 @@ class Shop:
 
     def run(self, code: str) -> str:
         """Run Python code that may use the project's module ``shop``."""
-        done = subprocess.run(
-            [
-                sys.executable,
-                "-c",
-                f"from tests.acceptance.apps import django_shop as shop\n{code}",
-            ],
-            env=self._environ,
-            cwd=self.folder,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_SECONDS,
-        )
-        assert done.returncode in (0, -signal.SIGKILL), done.stderr
-        return done.stdout
+        code = f"from tests.acceptance.apps import django_shop as shop\n{code}"
+        return output_of(sys.executable, "-c", code, cwd=self.folder, env=self._environ)
 
-    @contextmanager
-    def worker(self) -> Iterator[subprocess.Popen[bytes]]:
-        command = [sys.executable, "-m", "celery", "-A", "tests.acceptance.apps.django_shop"]
-        with (self.folder / "worker.log").open("ab") as log:
-            process = subprocess.Popen(
-                [*command, "worker", "--concurrency=4", "--loglevel=INFO"],
-                env=self._environ,
-                cwd=self.folder,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-            try:
-                yield process
-            finally:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+    def worker(self) -> AbstractContextManager[object]:
+        app = ("-m", "celery", "-A", "tests.acceptance.apps.django_shop")
+        command = (sys.executable, *app, "worker", "--concurrency=4", "--loglevel=INFO")
+        log = self.folder / "worker.log"
+        return running(*command, log=log, cwd=self.folder, env=self._environ)
 
-    def rows(self, table: str) -> list[int]:
+    def rows(self, table: str, column: str = "number") -> list[int]:
         with self.engine.connect() as connection:
-            return sorted(connection.execute(text(f"SELECT number FROM {table}")).scalars())
-
-    def count(self, table: str) -> int:
-        with self.engine.connect() as connection:
-            return int(connection.execute(text(f"SELECT count(*) FROM {table}")).scalar_one())
+            return sorted(connection.execute(text(f"SELECT {column} FROM {table}")).scalars())
 
 
 @pytest.fixture
@@ -135,8 +99,8 @@ def test_effects_happen_once_and_sends_happen_once_wherever_a_worker_is_killed(s
     shop.run("shop.flaky.delay(1_000_000)")  # its first two runs are rolled back, and tried again
     with shop.worker():
         patience_seconds = PATIENCE_SECONDS * 2 + TASKS / 5
-        wait_until(lambda: shop.count("mails") > TASKS, timeout_seconds=patience_seconds)
-        wait_until(lambda: shop.count("native_delay_task") == 0)
+        wait_until(lambda: len(shop.rows("mails")) > TASKS, timeout_seconds=patience_seconds)
+        wait_until(lambda: shop.rows("native_delay_task", "1") == [])
         assert list(shop.folder.glob("*.*[a-z]d")) == []  # each of them was killed
     assert shop.rows("effects") == [*range(TASKS), 1_000_000]
     assert shop.rows("mails") == [*range(TASKS), 1_000_000]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections import defaultdict
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from itertools import count, cycle, pairwise
 from pathlib import Path
@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 from kombu.exceptions import OperationalError
 
-from celery_native_delay import Delay
+from celery_native_delay import Delay, KeyedResult
 from celery_native_delay.testing import require_redis
 from pytest_celery_native_delay import installed
-from tests.acceptance.worker import Fleet, Worker, fleet_on
+from tests.acceptance.worker import Fleet, fleet_on
 from tests.brokers import ON_SYSTEM, in_ci
 from tests.sentinel import PrivateSentinel, private_sentinel
 from tests.traffic import beside
@@ -46,9 +46,7 @@ def fleet(request: pytest.FixtureRequest, fleet_at: Callable[..., Fleet]) -> Fle
 
 def phases(fleet: Fleet) -> list[dict[str, Any]]:
     file = Path(f"{fleet.record.path}.phases")
-    if not file.exists():
-        return []
-    lines, _, _ = file.read_text().rpartition("\n")
+    lines, _, _ = (file.read_text() if file.exists() else "").rpartition("\n")
     return [json.loads(line) for line in lines.splitlines()]
 
 
@@ -103,13 +101,13 @@ def test_never_two_at_once_with_killed_workers_and_redeliveries(fleet: Fleet) ->
             delay.unique(alone.clone(args=(key, seconds)), key=key)
             stopping.wait(0.02)
 
-    def new_worker(*, wait: bool) -> Worker:
-        return fleet.worker(wait=wait, concurrency=2)
-
     def ended() -> int:
         return sum(line["phase"] == "ends" for line in phases(fleet))
 
-    workers = [new_worker(wait=True), new_worker(wait=True)]
+    def of_keys() -> Counter[str]:
+        return Counter(line["key"] for line in phases(fleet))
+
+    workers = [fleet.worker(), fleet.worker()]
     with beside(produce, stop=stopping.set), beside(watch_orphans, stop=stopping.set):
         for number in range(KILLS):
             done = ended()
@@ -124,14 +122,10 @@ def test_never_two_at_once_with_killed_workers_and_redeliveries(fleet: Fleet) ->
             else:
                 victim.kill()
                 killed |= dict.fromkeys(pool, time())
-            workers.append(new_worker(wait=False))
-        done = {key: sum(line["key"] == key for line in phases(fleet)) for key in KEYS}
+            workers.append(fleet.worker(wait=False))
+        before = of_keys()
         # Every key is free again, and goes on.
-        wait_until(
-            lambda: all(
-                sum(line["key"] == key for line in phases(fleet)) >= done[key] + 4 for key in KEYS
-            )
-        )
+        wait_until(lambda: min((of_keys() - before)[key] for key in KEYS) >= 4)
     for worker in workers:
         worker.stop()
     assert_never_two_at_once(spans(fleet, killed))
@@ -158,27 +152,26 @@ def test_never_two_at_once_through_a_failover_that_lost_nothing(tmp_path: Path) 
             with suppress(OperationalError):
                 delay.unique(alone.clone(args=(key, seconds)), key=key)
 
-    def ended(*of: str) -> bool:
+    def ended(of: Iterable[str]) -> bool:
         lines = [line["key"] for line in phases(fleet) if line["phase"] == "ends"]
         return all(lines.count(key) >= 4 for key in of)
 
     installed(require_redis, "redis")
     with private_sentinel(server="redis") as sentinel, ExitStack() as stack:
         options = {"master_name": sentinel.master_name, "visibility_timeout": 2}
-        fleet = stack.enter_context(
-            fleet_on(sentinel.url, tmp_path, broker_transport_options=options)
-        )
+        conf = {"broker_transport_options": options}
+        fleet = stack.enter_context(fleet_on(sentinel.url, tmp_path, **conf))
         workers = [fleet.worker(wait=False), fleet.worker()]
         for _ in range(2):
             stack.enter_context(beside(produce, stop=stopping.set))
-        wait_until(lambda: ended(*KEYS))
+        wait_until(lambda: ended(KEYS))
         replicate(sentinel)
         sentinel.failover()
         # kombu may end a worker that acknowledges just then: a supervisor starts another.
         workers += [fleet.worker(wait=False), fleet.worker()]
         # Not the same: kombu may lose a message that a worker was just about to take.
         keys[:] = [f"{key} after it" for key in KEYS]
-        wait_until(lambda: ended(*keys))
+        wait_until(lambda: ended(keys))
         stopping.set()
         for worker in workers:
             worker.stop()
@@ -200,29 +193,31 @@ def replicate(sentinel: PrivateSentinel) -> None:
 @pytest.mark.parametrize("fleet", ["redis", in_ci(f"{ON_SYSTEM.id}-redis")], indirect=True)
 def test_a_task_that_ended_or_never_runs_frees_its_key(fleet: Fleet) -> None:
     delay, app = Delay(fleet.app()), fleet.app()
-    note = app.signature("note", args=(1,))
-    cancelled = delay.unique(note, key="a", countdown=30)
+
+    def call(key: str, name: str, *args: Any, **options: Any) -> KeyedResult:
+        return delay.unique(app.signature(name, args=args).set(**options), key=key)
+
+    cancelled = call("a", "note", 1, countdown=30)
     assert delay.cancel(cancelled)
-    expired = delay.unique(note.clone().set(expires=0.01), key="b")
-    failed = delay.unique(app.signature("hold", args=("not a number",)), key="c")
-    retried = delay.unique(app.signature("again", args=(1, 1.0)), key="d")
-    unknown = delay.unique(app.signature("nobody.knows"), key="e")
+    expired = call("b", "note", 1, expires=0.01)
+    failed = call("c", "hold", "not a number")
+    retried = call("d", "again", 1, 1.0)
+    unknown = call("e", "nobody.knows")
     # RabbitMQ's own expiration, which runs out in a level; on Redis the task runs.
-    stale = delay.unique(note.clone().set(expiration=0.1), key="f", countdown=1)
+    stale = call("f", "note", 1, expiration=0.1, countdown=1)
     fleet.worker(pool="threads", tests_lease_seconds=600)
-
-    def frees(key: str, name: str, args: tuple[Any, ...], before: str) -> bool:
-        return bool(delay.unique(app.signature(name, args=args), key=key).id != before)
-
-    wait_until(lambda: frees("a", "note", (2,), cancelled.id))
-    wait_until(lambda: frees("b", "note", (2,), expired.id))
-    wait_until(lambda: frees("c", "hold", (0,), failed.id))
-    wait_until(lambda: frees("e", "nobody.knows", (), unknown.id))
-    wait_until(lambda: frees("f", "note", (2,), stale.id))
+    for before, key, *again in (
+        (cancelled, "a", "note", 2),
+        (expired, "b", "note", 2),
+        (failed, "c", "hold", 0),
+        (unknown, "e", "nobody.knows"),
+        (stale, "f", "note", 2),
+    ):
+        wait_until(lambda args=(key, *again), before=before: call(*args).id != before.id)
     fleet.record.wait_for(1, task_id=retried.id)
-    assert delay.unique(app.signature("again", args=(0, 0)), key="d").id == retried.id
+    assert call("d", "again", 0, 0).id == retried.id
     fleet.record.wait_for(2, task_id=retried.id)
-    wait_until(lambda: frees("d", "again", (0, 0), retried.id))
+    wait_until(lambda: call("d", "again", 0, 0).id != retried.id)
 
 
 @pytest.mark.ci
