@@ -14,9 +14,9 @@ from selenium.webdriver.common.by import By
 
 from celery_native_delay import Delay
 from celery_native_delay.bulk import bulk
-from celery_native_delay.testing import private_redis
-from tests.acceptance.flower import DelaysPage, FlowerProcess, browser, flowers_on
-from tests.acceptance.worker import fleet_on
+from celery_native_delay.testing import PrivateRedis
+from tests.acceptance.flower import DelaysPage, FlowerProcess, Flowers, browser
+from tests.acceptance.worker import Fleet, fleet_on
 
 pytestmark = pytest.mark.ci
 
@@ -34,32 +34,20 @@ HOSTILE = "\u202egnp.exe\x1b[31m"
 SHOWN = "\\u202egnp.exe\\u001b[31m"
 
 
-def task_id(number: int) -> str:
-    return UUID if number == 0 else f"task-{number}"
-
-
-def fill(app: Celery) -> None:
-    with bulk(app) as batch:
-        for number in range(TASKS):
-            batch.send(
-                "note" if number % 3 else "careful",
-                (f"order-{number}",),
-                task_id=task_id(number),
-                eta=FIRST_DUE + number * timedelta(hours=1),
-            )
+@pytest.fixture(scope="module")
+def fleet(redis: PrivateRedis, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    with fleet_on(redis.url, tmp_path_factory.mktemp("page")) as fleet:
+        yield fleet
 
 
 @pytest.fixture(scope="module")
-def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Celery]:
-    with private_redis() as redis, fleet_on(redis.url, tmp_path_factory.mktemp("page")) as fleet:
-        yield fleet.app()
+def app(fleet: Fleet) -> Celery:
+    return fleet.app()
 
 
 @pytest.fixture(scope="module")
-def flower(app: Celery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FlowerProcess]:
-    folder = tmp_path_factory.mktemp("flower")
-    with fleet_on(app.conf.broker_url, folder) as fleet, flowers_on(fleet) as flowers:
-        yield flowers.start(FLOWER_UNAUTHENTICATED_API="true")
+def flower(fleet: Fleet) -> FlowerProcess:
+    return Flowers(fleet).start(FLOWER_UNAUTHENTICATED_API="true")
 
 
 @pytest.fixture(scope="module")
@@ -72,40 +60,46 @@ def chrome() -> Iterator[Chrome]:
 
 @pytest.fixture
 def delay(app: Celery) -> Delay:
-    """The ``native_delay`` of an app whose waiting tasks are exactly those of `fill`."""
+    """The ``native_delay`` of an app for which exactly TASKS tasks wait."""
     delay = Delay(app)
     delay.cancel_all(delay.ids())
-    fill(app)
+    with bulk(app) as batch:
+        for number in range(TASKS):
+            batch.send(
+                "note" if number % 3 else "careful",
+                (f"order-{number}",),
+                task_id=f"task-{number}" if number else UUID,
+                eta=FIRST_DUE + number * timedelta(hours=1),
+            )
     return delay
 
 
-def test_the_histogram_is_one_tab_stop_with_arrow_keys(
-    delay: Delay, chrome: Chrome, flower: FlowerProcess
-) -> None:
+@pytest.fixture
+def page(delay: Delay, chrome: Chrome, flower: FlowerProcess) -> DelaysPage:
+    """The page when these tasks wait."""
+    return DelaysPage(chrome, flower)
+
+
+def test_the_histogram_is_one_tab_stop_with_arrow_keys(delay: Delay, page: DelaysPage) -> None:
     """Tab moves on to the search box; arrow keys reach each bar, and a refresh keeps the focus."""
-    page = DelaysPage(chrome, flower)
     page.lists(TASKS)
     page.wait(lambda: page.text(".delays-bar") == "" and page.find(".delays-bar"))
-    bars = len(chrome.find_elements(By.CSS_SELECTOR, ".delays-bar"))
+    bars = len(page.found(".delays-bar"))
     assert bars > 10
     assert page.find("#delays-histogram").get_attribute("role") == "toolbar"
     assert page.find("#delays-histogram").get_attribute("aria-label")
 
     def index() -> int:
-        found: int = chrome.execute_script(
-            "return Array.from(document.querySelectorAll('.delays-bar'))"
-            ".indexOf(document.activeElement)"
-        )
-        return found
+        bars = "[...document.querySelectorAll('.delays-bar')]"
+        return page.js(f"return {bars}.indexOf(document.activeElement)")
 
     def press(*keys: str) -> int:
         for key in keys:
-            chrome.switch_to.active_element.send_keys(key)
+            page.chrome.switch_to.active_element.send_keys(key)
         return index()
 
-    stops = chrome.find_elements(By.CSS_SELECTOR, ".delays-bar:not([tabindex='-1'])")
-    assert len(stops) == 1
-    chrome.execute_script("arguments[0].focus()", stops[0])
+    (stop,) = page.found(".delays-bar:not([tabindex='-1'])")
+    page.js("arguments[0].focus()", stop)
     assert index() == 0
     assert press(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT) == 2
     assert press(Keys.ARROW_LEFT) == 1
@@ -113,7 +107,7 @@ def test_the_histogram_is_one_tab_stop_with_arrow_keys(
     assert press(Keys.ARROW_RIGHT) == bars - 1
     assert press(Keys.HOME, Keys.ARROW_LEFT) == 0
     assert press(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT) == 3
-    within = int(re.match(r"\d+", page.focus("aria-label") or "")[0])  # type: ignore[index]
+    within = int(re.match(r"\d+", page.focus("aria-label"))[0])
     press(Keys.ENTER)
     page.lists(within)
     assert (index(), page.focus("aria-pressed")) == (3, "true")
@@ -121,7 +115,7 @@ def test_the_histogram_is_one_tab_stop_with_arrow_keys(
     assert page.find("#delays-filter-clear").is_displayed()
 
     # The figures change under it: another bar is there now, the place is the same.
-    delay.cancel(task_id(TASKS - 1))
+    delay.cancel(f"task-{TASKS - 1}")
     page.wait(lambda: page.text("#delays-waiting") == str(TASKS - 1))
     assert index() == 3
     press(Keys.TAB)
@@ -129,17 +123,16 @@ def test_the_histogram_is_one_tab_stop_with_arrow_keys(
         if page.focus("type") != "search":
             press(Keys.TAB)
     assert page.focus("type") == "search"
-    chrome.switch_to.active_element.send_keys(Keys.SHIFT, Keys.TAB)
 
 
-def test_the_address_holds_search_page_and_times(
-    delay: Delay, chrome: Chrome, flower: FlowerProcess
-) -> None:
+def test_the_address_holds_search_page_and_times(page: DelaysPage) -> None:
     """A copied address shows the same search, page, page size and times; back and forward work."""
-    page = DelaysPage(chrome, flower)
 
     def info() -> str:
         return page.text(".dataTables_info")
+
+    def searched() -> str:
+        return page.find("#delays-table_filter input").get_attribute("value")
 
     page.lists(TASKS)
     assert page.path() == "/delays"
@@ -160,43 +153,40 @@ def test_the_address_holds_search_page_and_times(
     page.wait(lambda: "(filtered" in info() and " of 40 " not in info())
     within, few, filtered = page.text("#delays-filter-text"), info(), page.path()
 
-    chrome.back()
+    page.chrome.back()
     page.wait(lambda: not page.find("#delays-filter").is_displayed())
     assert "limit=30" in page.path()
-    chrome.back()
+    page.chrome.back()
     page.wait(lambda: shows in info())
     assert page.path() == copied
     assert page.find("#delays-table_length select").get_attribute("value") == "15"
-    chrome.back()
+    page.chrome.back()
     page.wait(lambda: "Showing 1 to 15 of 40 tasks" in info())
-    chrome.back()
+    page.chrome.back()
     page.lists(TASKS)
-    assert page.find("#delays-table_filter input").get_attribute("value") == ""
+    assert searched() == ""
     assert page.path() == "/delays"
-    chrome.forward()
+    page.chrome.forward()
     page.lists(40)
-    assert page.find("#delays-table_filter input").get_attribute("value") == "name:note"
+    assert searched() == "name:note"
 
-    page = DelaysPage(chrome, flower, copied.removeprefix("/delays"))
+    page.open(copied.removeprefix("/delays"))
     page.wait(lambda: shows in info())
     assert page.text("#delays-table tbody tr:first-child .delays-name") == first
-    assert page.find("#delays-table_filter input").get_attribute("value") == "name:note"
+    assert searched() == "name:note"
     assert page.path() == copied
-    page = DelaysPage(chrome, flower, filtered.removeprefix("/delays"))
+    page.open(filtered.removeprefix("/delays"))
     page.wait(lambda: page.text("#delays-filter-text") == within)
     page.wait(lambda: info() == few)
     # A page that is there no more is not an empty one, nor is nonsense an error.
-    page = DelaysPage(chrome, flower, "?search=name:note&offset=4500&limit=7")
+    page.open("?search=name:note&offset=4500&limit=7")
     page.wait(lambda: "Showing 31 to 40 of 40 tasks" in info())
-    page = DelaysPage(chrome, flower, "?offset=-3&limit=x&from_us=soon&until_us=1")
+    page.open("?offset=-3&limit=x&from_us=soon&until_us=1")
     page.lists(TASKS)
     assert page.complaints() == []
 
 
-def test_the_error_of_a_search_is_shown_at_the_search_box(
-    delay: Delay, chrome: Chrome, flower: FlowerProcess
-) -> None:
-    page = DelaysPage(chrome, flower)
+def test_the_error_of_a_search_is_shown_at_the_search_box(page: DelaysPage) -> None:
     page.lists(TASKS)
     box = page.find("#delays-table_filter input")
     assert box.get_attribute("aria-invalid") in (None, "false")
@@ -206,8 +196,7 @@ def test_the_error_of_a_search_is_shown_at_the_search_box(
     assert error.is_displayed()
     assert box.get_attribute("aria-invalid") == "true"
     assert box.get_attribute("aria-describedby") == "delays-search-error"
-    gap = error.rect["y"] - box.rect["y"] - box.rect["height"]
-    assert 0 <= gap < 30, "beneath the box"
+    assert 0 <= error.rect["y"] - box.rect["y"] - box.rect["height"] < 30, "beneath the box"
     assert page.text("#toast-container") == ""
     page.wait(lambda: page.text(".dataTables_empty") == "Nothing to show.")
     page.search("name:note")
@@ -216,35 +205,32 @@ def test_the_error_of_a_search_is_shown_at_the_search_box(
     assert box.get_attribute("aria-invalid") == "false"
 
 
-def test_a_phone_shows_all_of_a_task(delay: Delay, chrome: Chrome, flower: FlowerProcess) -> None:
-    with phone(chrome):
-        page = DelaysPage(chrome, flower, "?search=order-0")
+def test_a_phone_shows_all_of_a_task(page: DelaysPage) -> None:
+    with phone(page.chrome):
+        page.open("?search=order-0")
         page.lists(1)
         row = page.find("#delays-table tbody tr")
         for text in ("careful", "order-0", UUID, "default"):
             assert text in row.text
-        link = page.find(f"#delays-table tbody a[href$='/task/{UUID}']")
-        assert link.is_displayed()
+        assert page.find(f"#delays-table tbody a[href$='/task/{UUID}']").is_displayed()
         for element in row.find_elements(By.CSS_SELECTOR, "td, a, .delays-more, input, time"):
             assert element.is_displayed()
             assert element.rect["x"] >= 0
             assert element.rect["x"] + element.rect["width"] <= 360
-        wide = chrome.execute_script("return document.documentElement.scrollWidth")
+        wide = page.js("return document.documentElement.scrollWidth")
         assert wide <= 360, "the page must be scrolled sideways on a phone"
 
 
-def test_times_show_their_zone(delay: Delay, chrome: Chrome, flower: FlowerProcess) -> None:
+def test_times_show_their_zone(delay: Delay, page: DelaysPage) -> None:
     """Times are in the app's zone, as in Flower's own list; a tooltip shows UTC."""
-    page = DelaysPage(chrome, flower)
     page.lists(TASKS)
     # The numbers and the histogram come by a request of their own.
     page.wait(lambda: page.text("#delays-from") == "2030-07-01 00:00:00 CEST")
     time = "#delays-table tbody tr:first-child time"
     assert "2030-07-01 00:30:00 CEST" in page.text(time)
-    assert page.attribute(time, "title") == "2030-06-30T22:30:00.000Z"
-    assert page.attribute(time, "datetime") == "2030-06-30T22:30:00.000Z"
+    for css, name in ((time, "title"), (time, "datetime"), ("#delays-next", "title")):
+        assert page.attribute(css, name) == "2030-06-30T22:30:00.000Z"
     assert page.text("#delays-until").endswith(" CEST")
-    assert page.attribute("#delays-next", "title") == "2030-06-30T22:30:00.000Z"
     assert "2030-07-01 00:00:00 CEST until" in page.attribute(".delays-bar", "aria-label")
     page.click(".delays-bar")
     page.wait(lambda: page.text("#delays-filter-text").count(" CEST") == 2)
@@ -263,18 +249,15 @@ def test_times_show_their_zone(delay: Delay, chrome: Chrome, flower: FlowerProce
     page.find("#delays-at").send_keys("soon")
     page.click("#delays-yes")
     page.wait(lambda: "'soon'" in page.text("#delays-when-error"))
-    chrome.execute_script("$('#delays-at').val('2031-01-01 12:00')")
+    page.js("$('#delays-at').val('2031-01-01 12:00')")
     page.confirm()
     page.told("1 task rescheduled")
     assert delay.show(UUID)[0].due == datetime(2031, 1, 1, 11, tzinfo=UTC)
 
 
-def test_overdue_tasks_are_explained_and_do_not_hide_the_next_due_time(
-    app: Celery, delay: Delay, chrome: Chrome, flower: FlowerProcess
-) -> None:
+def test_overdue_tasks_are_explained(app: Celery, delay: Delay, page: DelaysPage) -> None:
     """No worker runs. Ids are shown whole, the histogram has a scale, and no internal name."""
     app.send_task("note", countdown=1)
-    page = DelaysPage(chrome, flower)
     page.wait(lambda: page.text("#delays-overdue") == "1")
     assert page.attribute("#delays-next", "title") == "2030-06-30T22:30:00.000Z"
     page.wait(lambda: "message(s) overdue, the first for" in page.text("#delays-problems"))
@@ -284,49 +267,36 @@ def test_overdue_tasks_are_explained_and_do_not_hide_the_next_due_time(
     page.lists(1)
     assert page.text("tbody .delays-id code") == UUID
     cut = "return arguments[0].scrollWidth > arguments[0].clientWidth"
-    assert not chrome.execute_script(cut, page.find("tbody .delays-id code"))
-    most = max(count for *_, count in flower.json("/delays/summary")["histogram"])
-    scale = [
-        int(each.text)
-        for each in chrome.find_elements(By.CSS_SELECTOR, "#delays-scale :not(:empty)")
-    ]
+    assert not page.js(cut, page.find("tbody .delays-id code"))
+    most = max(count for *_, count in page.flower.json("/delays/summary")["histogram"])
+    scale = [int(each.text) for each in page.found("#delays-scale :not(:empty)")]
     assert scale[0] >= most > scale[-1] == 0
     assert "celery_delay" not in page.text("#delays-page > :not(ul)")
     delay.cancel_all(delay.ids())
 
 
-def test_control_characters_are_escaped(
-    app: Celery, delay: Delay, chrome: Chrome, flower: FlowerProcess
-) -> None:
-    """In names, ids, arguments and queues, at every place of the page."""
+def test_control_characters_are_escaped(app: Celery, delay: Delay, page: DelaysPage) -> None:
+    """In names, ids, arguments, queues and keys, at every place of the page."""
     delay.cancel_all(delay.ids())
+    delay.debounce(app.signature("note"), key=f"user:7{HOSTILE}", seconds=9000)
     app.send_task(f"n{HOSTILE}", (HOSTILE, "שלום"), task_id=f"i{HOSTILE}", countdown=9000)
-    page = DelaysPage(chrome, flower)
+    page.open("?search=key:user:7")
+    page.lists(1)
+    assert page.text("tbody .delays-name small") == f"debounce user:7{SHOWN}"
+    assert raw_in(page, "#delays-page") == []
+    page.search("args:gnp")
     page.lists(1)
     for css in ("tbody .delays-name", "tbody .delays-id", "tbody .delays-args"):
         assert SHOWN in page.text(css), css
     assert "שלום" in page.text("tbody .delays-args")
     assert page.find("tbody .delays-args bdi")
-    assert raw_in(chrome, "document.querySelector('#delays-page')") == []
+    assert raw_in(page, "#delays-page") == []
     page.choose("tbody", "[data-one=cancel]")
     page.question()
     assert page.text("#delays-chosen").count(SHOWN) == 2
-    assert raw_in(chrome, "document.querySelector('#delays-dialog')") == []
+    assert raw_in(page, "#delays-dialog") == []
     page.confirm()
     page.told("1 task cancelled")
-
-
-def test_the_key_of_a_task_is_shown_and_searched(
-    app: Celery, delay: Delay, chrome: Chrome, flower: FlowerProcess
-) -> None:
-    delay.debounce(app.signature("note"), key=f"user:7{HOSTILE}", seconds=9000)
-    page = DelaysPage(chrome, flower)
-    page.search("key:user:7")
-    page.lists(1)
-    assert page.text("tbody .delays-name small") == f"debounce user:7{SHOWN}"
-    assert raw_in(chrome, "document.querySelector('#delays-page')") == []
-    page.search("name:note")
-    page.lists(TASKS * 2 // 3 + 1)
 
 
 # ---- private ---------------------------------------------------------------------------------
@@ -345,17 +315,14 @@ def phone(chrome: Chrome) -> Iterator[None]:
         chrome.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
-def raw_in(chrome: Chrome, element: str) -> list[str]:
-    """Texts and titles below *element* that contain a control character."""
-    found: list[str] = chrome.execute_script(
-        rf"""
-        var texts = [],
-            obeyed = /[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]/;
-        {element}.querySelectorAll("*").forEach(function (each) {{
-            texts.push(each.textContent);
-            Array.from(each.attributes).forEach(function (one) {{ texts.push(one.value); }});
-        }});
-        return texts.filter(function (text) {{ return obeyed.test(text); }});
-        """
+def raw_in(page: DelaysPage, css: str) -> list[str]:
+    """Texts and titles below an element that contain a control character."""
+    return page.js(
+        r"""
+        const obeyed = /[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]/;
+        return [...document.querySelectorAll(`${arguments[0]} *`)].flatMap((each) =>
+            [each.textContent, ...[...each.attributes].map((one) => one.value)]
+        ).filter((text) => obeyed.test(text));
+        """,
+        css,
     )
-    return found
