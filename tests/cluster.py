@@ -13,8 +13,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
 from time import monotonic, sleep
 
 from celery_native_delay.testing.processes import BrokerFailed, claim_ports, port_of
@@ -69,14 +68,10 @@ def private_rabbitmq_cluster(
     with ExitStack() as stack:
         network = stack.enter_context(PrivateNetwork(nodes)) if partitions else None
         hosts = network.hosts if network else {"localhost": "127.0.0.1"}
-        host_of = {
-            f"node{number}@{host}": host
-            for number, host in enumerate(list(hosts) if network else ["localhost"] * nodes, 1)
-        }
-        members = "\n".join(
-            f"cluster_formation.classic_config.nodes.{number} = {name}"
-            for number, name in enumerate(host_of, 1)
-        )
+        in_order = list(hosts) if network else ["localhost"] * nodes
+        host_of = {f"node{number}@{host}": host for number, host in enumerate(in_order, 1)}
+        formation = "cluster_formation.classic_config.nodes"
+        members = "\n".join(f"{formation}.{n} = {name}" for n, name in enumerate(host_of, 1))
         (epmd,) = claim_ports(1)
         stack.enter_context(epmd)
         cookie = secrets.token_hex(16)
@@ -87,15 +82,12 @@ def private_rabbitmq_cluster(
                 config=_CONFIG.format(members=members, extra=config),
                 advanced_config=advanced_config,
                 erlang_arguments=_ERLANG_ARGUMENTS,
-                membership=Membership(
-                    name=name,
-                    ip=hosts[host],
-                    hosts=hosts,
-                    cookie=cookie,
-                    epmd_port=port_of(epmd),
-                    runs_epmd=network is not None or not started,
-                    enter=network.enter(host) if network else (),
-                ),
+                name=name,
+                hosts=hosts,
+                cookie=cookie,
+                epmd_port=port_of(epmd),
+                runs_epmd=network is not None or not started,
+                enter=network.enter(host) if network else (),
             )
             stack.callback(node.close)
             started.append(node)
@@ -106,50 +98,47 @@ def private_rabbitmq_cluster(
         yield cluster
 
 
-@dataclass(frozen=True, kw_only=True)
-class Membership:
-    """The name and address of a cluster node, and the values that all members share."""
-
-    name: str
-    """The node name, such as "node1@localhost"."""
-    ip: str
-    """The address that the node listens on."""
-    hosts: Mapping[str, str]
-    """The address of every host name that may follow the @ of a node name."""
-    cookie: str
-    """The Erlang cookie that all members share."""
-    epmd_port: int
-    runs_epmd: bool
-    """True for one member per host: it runs epmd, which knows the ports of all nodes."""
-    enter: Sequence[str] = ()
-    """A command prefix that runs a command in the node's network namespace."""
-
-
 class _Member(PrivateRabbitMQ):
     """One RabbitMQ node of a cluster."""
 
     def __init__(
-        self, installation: RabbitMQInstallation, *, membership: Membership, **options: str
+        self,
+        installation: RabbitMQInstallation,
+        *,
+        name: str,
+        hosts: Mapping[str, str],
+        cookie: str,
+        epmd_port: int,
+        runs_epmd: bool,
+        enter: Sequence[str],
+        **options: str,
     ) -> None:
-        self._membership = membership
-        self.ip = membership.ip
-        super().__init__(installation, **options)  # type: ignore[arg-type]
-        cookie = self._home / ".erlang.cookie"
-        cookie.write_text(membership.cookie)
-        cookie.chmod(0o400)
-        hosts = [f'{{host, {in_erlang(ip)}, ["{name}"]}}.' for name, ip in membership.hosts.items()]
-        (self._home / "inetrc").write_text("\n".join([*hosts, "{lookup, [file, native]}.\n"]))
+        """Prepare the node *name*, such as "node1@localhost".
+
+        *hosts* has the address of every host name that may follow the @, *enter* is a command
+        prefix that runs a command in the node's network namespace. One member per host
+        *runs_epmd*, which knows the ports of all nodes.
+        """
+        self.ip = hosts[name.partition("@")[2]]
+        self._member_name, self._member_epmd_port = name, epmd_port
+        self._runs_epmd, self._enter = runs_epmd, enter
+        super().__init__(installation, **options)
+        cookie_file = self._home / ".erlang.cookie"
+        cookie_file.write_text(cookie)
+        cookie_file.chmod(0o400)
+        lines = [f'{{host, {in_erlang(ip)}, ["{host}"]}}.' for host, ip in hosts.items()]
+        (self._home / "inetrc").write_text("\n".join([*lines, "{lookup, [file, native]}.\n"]))
 
     def _server_environment(self) -> dict[str, str]:
-        self.name, self._epmd_port = self._membership.name, self._membership.epmd_port
+        self.name, self._epmd_port = self._member_name, self._member_epmd_port
         inetrc = "/" / self._home.relative_to(self._root) / "inetrc"
         return super()._server_environment() | {"ERL_INETRC": str(inetrc)}
 
     def _companion(self) -> list[str]:
-        return super()._companion() if self._membership.runs_epmd else []
+        return super()._companion() if self._runs_epmd else []
 
     def _inside(self, *command: str) -> list[str]:
-        return [*self._membership.enter, *super()._inside(*command)]
+        return [*self._enter, *super()._inside(*command)]
 
     def _serves(self) -> bool:
         """True if the node has finished its start; its API and port are ready earlier.
@@ -185,7 +174,7 @@ class PrivateRabbitMQCluster:
 
         def is_everywhere() -> bool:
             states = node.api("GET", f"/vhosts/{name}")["cluster_state"]
-            return all(states.get(running) == "running" for running in _running(node))
+            return all(states.get(each) == "running" for each in running(node))
 
         _wait_until(is_everywhere, f"expected virtual host {name} on every node, it was not there")
         return ";".join(node.url_of(name) for node in self.nodes)
@@ -210,10 +199,7 @@ class PrivateRabbitMQCluster:
         Raises BrokerFailed if the cluster was started without ``partitions=True``.
         """
         if self._network is None:
-            raise BrokerFailed(
-                "this cluster has one network for all its nodes; for one that can be cut: "
-                "private_rabbitmq_cluster(partitions=True)"
-            )
+            raise BrokerFailed("for a network that can be cut: partitions=True")
         for other in self.nodes:
             if other is not node:
                 self._network.cut(node.ip, other.ip)
@@ -263,7 +249,7 @@ class PrivateRabbitMQCluster:
 
     def _have_joined(self) -> bool:
         names = {node.name for node in self.nodes}
-        if not all(node._serves() and _running(node) == names for node in self.nodes):
+        if not all(node._serves() and running(node) == names for node in self.nodes):
             return False
         if len(names) > 2:
             for node in self.nodes:  # refused while a quorum queue needs just this node
@@ -273,13 +259,9 @@ class PrivateRabbitMQCluster:
     def _majority(self) -> PrivateRabbitMQ:
         """A node that sees most nodes run, and so may change the cluster's state."""
         for node in self.nodes:
-            with suppress(OSError, BrokerFailed):
-                if node.pid and len(_running(node)) > len(self.nodes) // 2:
-                    return node
-        raise BrokerFailed(
-            f"expected a node that sees more than half of the {len(self.nodes)} nodes run, found "
-            f"none: start() them, or heal() the cluster"
-        )
+            if len(_seen_by(node)) > len(self.nodes) // 2:
+                return node
+        raise BrokerFailed("no node sees more than half of the nodes run: start() or heal() them")
 
 
 def _start(node: PrivateRabbitMQ) -> None:
@@ -293,7 +275,7 @@ def _start(node: PrivateRabbitMQ) -> None:
         node.start()
 
 
-def _running(node: PrivateRabbitMQ) -> set[str]:
+def running(node: PrivateRabbitMQ) -> set[str]:
     """The names of the running nodes, as *node* sees them."""
     return {seen["name"] for seen in node.api("GET", "/nodes") if seen["running"]}
 
@@ -301,7 +283,7 @@ def _running(node: PrivateRabbitMQ) -> set[str]:
 def _seen_by(node: PrivateRabbitMQ) -> set[str]:
     """The names of the running nodes, as *node* sees them; empty if *node* does not answer."""
     try:
-        return _running(node) if node.pid else set()
+        return running(node) if node.pid else set()
     except (OSError, BrokerFailed):
         return set()
 

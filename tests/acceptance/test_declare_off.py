@@ -132,9 +132,7 @@ def test_the_app_of_the_guide_runs_tasks_as_the_users_of_the_guide(
     assert "access" not in log.read_text().lower()
 
 
-def test_a_worker_without_delay_queues_names_the_missing_ones_and_runs_immediate_tasks(
-    vhost_url: str, tmp_path: Path
-) -> None:
+def test_a_worker_without_delay_queues_names_them(vhost_url: str, tmp_path: Path) -> None:
     with fleet_on(vhost_url, tmp_path, **CONF | {"no_declare": False}) as fleet:
         worker = fleet.worker(more=QUIET)
         worker.wait_for_log("native delay is OFF", ".ready is missing", "delay declare")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sqlite3
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing
@@ -15,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from celery_native_delay.testing import private_redis
-from tests.acceptance.worker import REPOSITORY
+from celery_native_delay.testing import PrivateRedis
+from tests.documents import ROOT
+from tests.processes import output_of, running
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
 PROJECT = """
@@ -51,18 +50,15 @@ def note(*args):
 class Site:
     """A Django project with django-celery-beat in a folder, and its worker."""
 
-    def __init__(self, folder: Path, broker: str, like: Site | None = None) -> None:
+    def __init__(self, folder: Path, broker: str) -> None:
         self.folder = folder
-        self._env = {
+        self.env = {
             **os.environ,
             "BROKER": broker,
-            "PYTHONPATH": f"{folder}{os.pathsep}{REPOSITORY}",
+            "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}",
         }
         (folder / "site_app.py").write_text(PROJECT)
-        if like is None:
-            self.run("from django.core.management import call_command as c; c('migrate', '-v0')")
-        else:
-            shutil.copy(like.folder / "site.db", folder)
+        self.run("from django.core.management import call_command as c; c('migrate', '-v0')")
 
     def run(self, code: str) -> str:
         """Run *code* in a process of the site; what it prints."""
@@ -71,31 +67,13 @@ class Site:
             "from django.utils.timezone import now; "
             "from django_celery_beat.models import *\n"
         )
-        done = subprocess.run(
-            [sys.executable, "-c", begin + code],
-            cwd=self.folder,
-            env=self._env,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_SECONDS,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout.strip()
+        command = (sys.executable, "-c", begin + code)
+        return output_of(*command, cwd=self.folder, env=self.env).strip()
 
     def asks(self, question: str) -> tuple[Any, ...]:
         """The first row of the answer of the site's database."""
         with closing(sqlite3.connect(self.folder / "site.db", timeout=PATIENCE_SECONDS)) as base:
             return tuple(base.execute(question).fetchone())
-
-    def worker(self) -> subprocess.Popen[bytes]:
-        with (self.folder / "worker.log").open("ab") as output:
-            return subprocess.Popen(
-                [sys.executable, "-m", "celery", "-A", "site_app", "worker", "-c1", "-lINFO"],
-                cwd=self.folder,
-                env=self._env,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
 
     def ran(self, word: str) -> list[float]:
         """When the task ran with this argument."""
@@ -103,34 +81,27 @@ class Site:
         lines = path.read_text().splitlines() if path.exists() else []
         return [float(line.split()[0]) for line in lines if line.endswith(f" {word}")]
 
-    def wait_for(self, word: str, count: int) -> None:
-        def ran() -> bool:
-            return len(self.ran(word)) >= count
-
-        try:
-            wait_until(ran)
-        except BaseException as exc:
-            exc.add_note((self.folder / "worker.log").read_text()[-3000:])
-            raise
+    def wait_for(self, word: str, count: int = 1) -> None:
+        wait_until(lambda: len(self.ran(word)) >= count)
 
 
 @pytest.fixture(scope="module")
-def quiet_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """A site without a worker; a test deletes its entries."""
-    pytest.importorskip("django_celery_beat")
-    with private_redis() as redis:
-        yield Site(tmp_path_factory.mktemp("site"), redis.url)
-
-
-@pytest.fixture(scope="module")
-def site(quiet_site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+def site(redis: PrivateRedis, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """A site whose worker runs the entries of all tests, which have different names."""
-    with private_redis() as redis:
-        site = Site(tmp_path_factory.mktemp("site"), redis.url, like=quiet_site)
-        worker = site.worker()
+    pytest.importorskip("django_celery_beat")
+    site = Site(tmp_path_factory.mktemp("site"), redis.url)
+    command = (sys.executable, "-m", "celery", "-A", "site_app", "worker", "-c1", "-lINFO")
+    log = site.folder / "worker.log"
+    with running(*command, log=log, cwd=site.folder, env=site.env):
         yield site
-        worker.terminate()
-        worker.wait(PATIENCE_SECONDS)
+    sys.stdout.write(log.read_text())
+
+
+@pytest.fixture
+def quiet_site(store_redis: PrivateRedis, tmp_path: Path) -> Site:
+    """A site without a worker."""
+    pytest.importorskip("django_celery_beat")
+    return Site(tmp_path, store_redis.url)
 
 
 OF = "FROM django_celery_beat_periodictask WHERE name ="
@@ -138,10 +109,19 @@ SECOND = "IntervalSchedule.objects.get_or_create(every=1, period='seconds')[0]"
 
 
 def entry(word: str, **fields: str) -> str:
-    more = "".join(f", {name}={value}" for name, value in fields.items())
-    return (
-        f"PeriodicTask.objects.create(name='{word}', task='site.note', args='[\"{word}\"]', "
-        f"interval={SECOND}{more})"
+    fields = {"interval": SECOND} | fields
+    more = ", ".join(f"{name}={value}" for name, value in fields.items() if value)
+    more += f", name='{word}', task='site.note', args='[\"{word}\"]'"
+    return f"PeriodicTask.objects.create({more});"
+
+
+def clocked(word: str, seconds: int) -> str:
+    at = f"now() + timedelta(seconds={seconds})"
+    return entry(
+        word,
+        interval="",
+        one_off="True",
+        clocked=f"ClockedSchedule.objects.create(clocked_time={at})",
     )
 
 
@@ -157,9 +137,7 @@ def test_entries_are_imported_from_its_tables(quiet_site: Site) -> None:
     """An app that reads no tables any more takes them over once; what cannot be says why."""
     told = quiet_site.run(
         entry("tick")
-        + ";"
         + entry("off", enabled="False")
-        + ";"
         + clocked("once", 86_400)
         + "\napp.main = 'other'; app.conf.beat_scheduler = 'celery.beat:PersistentScheduler'\n"
         "from celery_native_delay import Delay\n"
@@ -168,9 +146,7 @@ def test_entries_are_imported_from_its_tables(quiet_site: Site) -> None:
         "for dry_run in (True, False, False):\n"
         "    found = imported(app, schedules, 'django-celery-beat', dry_run=dry_run)\n"
         "    print([each.name for each in found if each.problem is None])\n"
-        "print(sorted((each.name, each.schedule, each.is_paused) for each in schedules))\n"
-        "schedules.remove_all()\n"
-        "PeriodicTask.objects.all().delete()"
+        "print(sorted((each.name, each.schedule, each.is_paused) for each in schedules))"
     )
     assert told.splitlines() == [
         "['off', 'tick']",
@@ -181,57 +157,49 @@ def test_entries_are_imported_from_its_tables(quiet_site: Site) -> None:
 
 
 def test_an_entry_that_is_switched_off_or_has_ended_runs_no_more(site: Site) -> None:
-    site.run(entry("off") + ";" + entry("ends", expires="now() + timedelta(seconds=15)"))
-    site.wait_for("off", 1)
-    site.wait_for("ends", 1)
+    site.run(entry("off") + entry("ends", expires="now() + timedelta(seconds=15)"))
+    site.wait_for("off")
+    site.wait_for("ends")
     site.run("p = PeriodicTask.objects.get(name='off'); p.enabled = False; p.save()")
     site.run(entry("later"))
-    site.wait_for("later", 1)  # the change before it was taken up, too
+    site.wait_for("later")  # the change before it was taken up, too
     off, later = len(site.ran("off")), len(site.ran("later"))
     site.wait_for("later", later + 3)
     assert len(site.ran("off")) == off
 
 
-ARMED_AGAIN = {
-    "enabled": "p.enabled = True; p.save()",
-    "reset": (
-        "PeriodicTask.objects.update(enabled=True, last_run_at=None, total_run_count=0); "
-        "PeriodicTasks.update_changed()"
-    ),
-    "made anew": f"p.delete(); {entry('once', one_off='True')}",
-}
-
-
-def test_a_one_off_entry_that_is_armed_again_runs_again_however_soon(
-    quiet_site: Site,
-) -> None:
+def test_a_one_off_entry_that_is_armed_again_runs_again_however_soon(quiet_site: Site) -> None:
     """The workers have not yet looked at the table since the entry ran."""
-    began = (
-        "from celery_native_delay.app.schedules import Schedules\n"
-        "schedules = Schedules(app)\n"
-        "def run():\n"
-        "    state = schedules._known('once')\n"
-        "    assert schedules.advance('once', state.number, state.id, redelivered=False) is None\n"
-        "    schedules.publish()\n"
-        "    assert schedules._known('once').due_us is None, 'twice, as its run is not noted'\n"
-        "    schedules.note_run('once')\n"
-        "    assert not PeriodicTask.objects.get(name='once').enabled\n"
-        f"{entry('once', one_off='True')}\n"
-        "schedules.publish()\n"
-        "run()\n"
+    once = entry("once", one_off="True")
+    reset = "enabled=True, last_run_at=None, total_run_count=0"
+    armed = (
+        once,
+        "p.enabled = True; p.save()",
+        f"PeriodicTask.objects.update({reset}); PeriodicTasks.update_changed()",
+        f"p.delete(); {once}",
     )
-    again = "".join(
-        f"p = PeriodicTask.objects.get(name='once')\n{each}\nschedules.publish()\nrun()\n"
-        for each in ARMED_AGAIN.values()
-    )
-    end = "print(schedules._known('once').runs); PeriodicTask.objects.all().delete()"
-    assert quiet_site.run(f"{began}{again}{end}") == "4"
+    program = """
+from celery_native_delay.app.schedules import Schedules
+schedules = Schedules(app)
+for arm in %r:
+    exec(arm)
+    schedules.publish()
+    state = schedules._known('once')
+    assert schedules.advance('once', state.number, state.id, redelivered=False) is None
+    schedules.publish()
+    assert schedules._known('once').due_us is None, 'twice, as its run is not noted'
+    schedules.note_run('once')
+    p = PeriodicTask.objects.get(name='once')
+    assert not p.enabled
+print(schedules._known('once').runs)
+"""
+    assert quiet_site.run(program % (armed,)) == "4"
 
 
 def test_the_note_of_a_run_writes_no_column_that_an_admin_may_change(site: Site) -> None:
     """``ModelEntry.save`` of django-celery-beat would write ``enabled`` as read before."""
     site.run(entry("noted"))
-    site.wait_for("noted", 1)
+    site.wait_for("noted")
     wrote = site.run(
         "from django.db import connection\n"
         "from django.test.utils import CaptureQueriesContext\n"
@@ -252,31 +220,21 @@ def test_an_entry_starts_at_its_time_and_a_one_off_entry_runs_once(site: Site) -
     start = time() + 5
     site.run(
         entry("starts", start_time="now() + timedelta(seconds=5)")
-        + ";"
         + entry("once", one_off="True")
-        + ";"
         + entry("beside")
     )
-    site.wait_for("starts", 1)
+    site.wait_for("starts")
     assert site.ran("starts")[0] >= start - 1
     site.wait_for("beside", len(site.ran("beside")) + 3)
     assert len(site.ran("once")) == 1
     wait_until(lambda: site.asks(f"SELECT enabled {OF} 'once'") == (False,))
 
 
-def clocked(word: str, seconds: int) -> str:
-    return (
-        f"PeriodicTask.objects.create(name='{word}', task='site.note', args='[\"{word}\"]', "
-        f"one_off=True, clocked=ClockedSchedule.objects.create("
-        f"clocked_time=now() + timedelta(seconds={seconds})))"
-    )
-
-
 def test_a_clocked_entry_runs_once_though_it_was_moved_or_read_too_late(site: Site) -> None:
-    site.run(clocked("passed", -1) + ";" + clocked("moved", 3600) + ";" + entry("regular"))
-    site.wait_for("passed", 1)
+    site.run(clocked("passed", -1) + clocked("moved", 3600) + entry("regular"))
+    site.wait_for("passed")
     site.run("c = PeriodicTask.objects.get(name='moved').clocked; c.clocked_time = now(); c.save()")
-    site.wait_for("moved", 1)
+    site.wait_for("moved")
     enabled = f"SELECT count(*) {OF} 'moved' AND enabled"
     wait_until(lambda: site.asks(enabled) == (0,))
     site.wait_for("regular", len(site.ran("regular")) + 3)

@@ -104,9 +104,7 @@ def the_message(example: Example, url: str, queue: str) -> Any:
 
 @on_one_version
 @shown("celery")
-def test_the_celery_example_is_an_app_whose_delayed_tasks_wait(
-    example: Example, vhost_url: str
-) -> None:
+def test_the_celery_example_is_an_app_whose_tasks_wait(example: Example, vhost_url: str) -> None:
     assert the_message(example, vhost_url, "celery").headers["task"] == "shop.remind"
 
 
@@ -252,13 +250,6 @@ def test_the_broker_for_development_keeps_waiting_tasks(short_path: Path) -> Non
                 process.kill()
         assert (process.returncode, said) == (0, "")
     assert processes_of(short_path.name) == []
-
-
-def test_the_redis_example_is_an_app_whose_delayed_tasks_wait(store_redis: PrivateRedis) -> None:
-    names = ran("celery-redis", **{"redis://": store_redis.url})
-    names["app"].send_task("shop.remind", countdown=60)
-    assert store_redis.client.zcard("celery_delay.v2.due") == 1
-    assert store_redis.client.llen("celery") == 0
 
 
 def test_the_sqs_example_is_an_app_whose_delayed_tasks_wait() -> None:

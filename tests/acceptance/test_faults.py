@@ -85,9 +85,7 @@ def test_a_worker_is_killed_while_tasks_wait(
         assert run.worker == second.name
 
 
-def test_the_vhost_is_deleted_and_recreated_under_producer_and_worker(
-    fleet: Fleet, rabbitmq: PrivateRabbitMQ
-) -> None:
+def test_a_deleted_and_recreated_vhost_works_again(fleet: Fleet, rabbitmq: PrivateRabbitMQ) -> None:
     """The waiting tasks are lost with the vhost; tasks sent afterwards run."""
     worker = fleet.worker()
     app = fleet.app()

@@ -127,9 +127,7 @@ def test_what_is_held_stays_held_until_its_release_and_others_run(held: Held) ->
 
 
 @IN_STORE
-def test_a_release_that_dies_is_finished_by_the_next_one(
-    held: Held, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_release_that_dies_is_finished_later(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if the hold itself is gone, and tasks are left."""
     monkeypatch.setattr(HoldCalls._page, "__defaults__", (5,))  # tasks at once
     held.fleet.worker()

@@ -6,9 +6,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import time
@@ -21,13 +20,20 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from celery_native_delay import Delay
-from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis, private_redis, vhost_name
+from celery_native_delay.testing import (
+    BrokerMissing,
+    PrivateRabbitMQ,
+    PrivateRedis,
+    private_redis,
+    vhost_name,
+)
 from celery_native_delay.testing.processes import claim_ports, port_of
-from pytest_celery_native_delay import IN_CI
+from pytest_celery_native_delay import installed
 from tests.acceptance.worker import Fleet, fleet_on
 from tests.brokers import on_one_version
 from tests.hanging import hung
 from tests.lines import fill
+from tests.processes import output_of, running
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
 MONITORING = Path(__file__).parents[2] / "monitoring"
@@ -60,20 +66,12 @@ class Exporter:
         """The value of one sample of this package; None if it is not served."""
         return self.samples().get((f"celery_delay_{name}", frozenset(labels.items())))
 
-    def wait_for(
-        self, name: str, expected: float | Callable[[float | None], bool] | None, **labels: str
-    ) -> None:
+    def wait_for(self, name: str, expected: float | None, **labels: str) -> None:
         """Wait until a sample has the value *expected*; None waits until it is not served."""
-
-        def as_expected() -> bool:
-            value = self.value(name, **labels)
-            return expected(value) if callable(expected) else value == expected
-
-        try:
-            wait_until(as_expected)
-        except BaseException as exc:
-            exc.add_note(f"{name} {labels} is {self.value(name, **labels)}")
-            raise
+        wait_until(
+            lambda: self.value(name, **labels) == expected,
+            telling=lambda: f"{name} {labels} is {self.value(name, **labels)}",
+        )
 
 
 @contextmanager
@@ -88,90 +86,39 @@ def exporter_of(fleet: Fleet, **conf: Any) -> Iterator[Exporter]:
 
 
 def program(name: str) -> str:
-    """The path of `prometheus` or `promtool`. If it is missing, skip; in CI fail."""
-    path = shutil.which(name)
-    if path is None:
-        missing = f"{name} is missing: install the package prometheus"
-        if IN_CI:
-            pytest.fail(missing, pytrace=False)
-        pytest.skip(missing)
-    return path
-
-
-@dataclass
-class Prometheus:
-    """A running Prometheus server."""
-
-    url: str
-
-    def query(self, expression: str) -> list[dict[str, Any]]:
-        """The current value of *expression*, one dict for each series."""
-        found: list[dict[str, Any]] = self._get(f"query?query={quote(expression)}")["result"]
-        return found
-
-    def rules(self) -> list[dict[str, Any]]:
-        """The rules that the server evaluates, with their health."""
-        return [rule for group in self._get("rules")["groups"] for rule in group["rules"]]
-
-    def is_ready(self) -> bool:
-        """True if the server answers."""
-        try:
-            with urlopen(f"{self.url}/-/ready", timeout=PATIENCE_SECONDS):
-                return True
-        except (URLError, OSError):
-            return False
-
-    def _get(self, path: str) -> Any:
-        with urlopen(f"{self.url}/api/v1/{path}", timeout=PATIENCE_SECONDS) as answer:
-            return json.load(answer)["data"]
+    """The path of `prometheus` or `promtool`."""
+    if path := shutil.which(name):
+        return path
+    raise BrokerMissing(f"{name} is missing: install the package prometheus")
 
 
 @contextmanager
-def prometheus_of(exporter_url: str, rules: Path, folder: Path) -> Iterator[Prometheus]:
-    """A Prometheus server that scrapes the exporter every second and evaluates *rules*."""
-    prometheus = program("prometheus")
+def prometheus_of(exporter_url: str, folder: Path) -> Iterator[Callable[[str], Any]]:
+    """Returns a function that asks a Prometheus, which evaluates our alerts every second."""
     (claim,) = claim_ports(1)
     address = f"127.0.0.1:{port_of(claim)}"
+    scraped = {"targets": [urlsplit(exporter_url).netloc]}
     configuration = {
         "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
-        "rule_files": [str(rules)],
-        "scrape_configs": [
-            {
-                "job_name": "celery",
-                "static_configs": [{"targets": [urlsplit(exporter_url).netloc]}],
-            }
-        ],
+        "rule_files": [str(MONITORING / "alerts.yml")],
+        "scrape_configs": [{"job_name": "celery", "static_configs": [scraped]}],
     }
-    (folder / "prometheus.yml").write_text(json.dumps(configuration))  # YAML has all of JSON
-    command = [prometheus, f"--config.file={folder / 'prometheus.yml'}"]
-    command += [
-        f"--storage.tsdb.path={folder / 'data'}",
-        f"--web.listen-address={address}",
-    ]
-    with (folder / "prometheus.log").open("wb") as log:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-    try:
-        server = Prometheus(f"http://{address}")
-        wait_until(server.is_ready)
-        yield server
-    finally:
-        process.terminate()
-        process.wait(PATIENCE_SECONDS)
-        claim.close()
+    file = folder / "prometheus.yml"
+    file.write_text(json.dumps(configuration))  # YAML has all of JSON
+    command = [installed(program, "prometheus"), f"--config.file={file}"]
+    command += [f"--storage.tsdb.path={folder / 'data'}", f"--web.listen-address={address}"]
+
+    def ask(path: str) -> Any:
+        with suppress(ConnectionError, URLError):  # it starts
+            with urlopen(f"http://{address}/api/v1/{path}", timeout=PATIENCE_SECONDS) as answer:
+                return json.load(answer)["data"]
+
+    with closing(claim), running(*command, log=folder / "prometheus.log"):
+        wait_until(lambda: ask("rules"))
+        yield ask
 
 
 # ---- what they tell ------------------------------------------------------------------------
-
-
-def let_tasks_run_expire_and_be_cancelled(fleet: Fleet, exporter: Exporter) -> None:
-    """One task of the queue "side" runs, one is cancelled, one expires; wait for their samples."""
-    app = fleet.app()
-    note = app.tasks["note"]
-    note.apply_async(("runs",), countdown=1, queue="side")
-    note.apply_async(("expires",), countdown=1, expires=0.5, queue="side")
-    assert Delay(app).cancel(note.apply_async(("never",), countdown=3600, queue="side").id)
-    for name in ("matured_total", "cancelled_total", "expired_total", "lateness_seconds_count"):
-        exporter.wait_for(name, 1, queue_name="side")
 
 
 @pytest.mark.parametrize("server_name", ["redis"], indirect=True)
@@ -220,12 +167,11 @@ class Shop:
 @pytest.fixture(scope="module")
 def shop(rabbitmq: PrivateRabbitMQ, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
     url = rabbitmq.new_vhost()
-    daily = {"task": "note", "schedule": 86_400.0}
     conf = {
         "native_delay_rates": {"careful": "1/h"},
         "native_delay_schedules": True,
         "native_delay_store_tasks": ["note"],  # others wait in the levels
-        "beat_schedule": {"daily": daily},
+        "beat_schedule": {"daily": {"task": "note", "schedule": 86_400.0}},
     }
     folder = tmp_path_factory.mktemp("shop")
     with (
@@ -239,10 +185,16 @@ def shop(rabbitmq: PrivateRabbitMQ, tmp_path_factory: pytest.TempPathFactory) ->
         exporter.wait_for("events_up", 1)
         worker.wait_ready()
         exporter.wait_for("schedule_late_seconds", 0, entry="daily")
-        let_tasks_run_expire_and_be_cancelled(fleet, exporter)
+        note = fleet.app().tasks["note"]
+        note.apply_async(("runs",), countdown=1, queue="side")
+        note.apply_async(("expires",), countdown=1, expires=0.5, queue="side")
+        cancelled = note.apply_async(("never",), countdown=3600, queue="side")
+        assert Delay(fleet.app()).cancel(cancelled.id)
+        for name in ("matured_total", "cancelled_total", "expired_total", "lateness_seconds_count"):
+            exporter.wait_for(name, 1, queue_name="side")
         due = time() + 600
         for number in range(3):
-            fleet.app().tasks["note"].apply_async((number,), countdown=600 + number)
+            note.apply_async((number,), countdown=600 + number)
         fleet.app().tasks["again"].apply_async((0, 0), countdown=600)
         yield Shop(fleet, exporter, store, due)
     rabbitmq.delete_vhost(vhost_name(url))
@@ -255,12 +207,8 @@ def test_metrics_of_tasks_on_rabbitmq(shop: Shop) -> None:
     exporter.wait_for("pending", 5)
     assert exporter.value("messages", level="level-00", ttl_seconds="0.125") == 0
     assert exporter.value("overdue_seconds") == 0
-    next_due = exporter.value("next_due_timestamp_seconds")
-    assert next_due is not None
-    assert shop.due <= next_due <= time() + 600
-    late_seconds = exporter.value("lateness_seconds_sum", queue_name="side")
-    assert late_seconds is not None
-    assert late_seconds > 0
+    assert shop.due <= exporter.value("next_due_timestamp_seconds") <= time() + 600
+    assert exporter.value("lateness_seconds_sum", queue_name="side") > 0
 
     shop.store.kill()
     exporter.wait_for("store_up", 0)
@@ -280,23 +228,26 @@ def test_every_expression_of_dashboard_and_alerts_has_data(shop: Shop, tmp_path:
     ]
     assert len(expressions) >= len(dashboard["panels"])
     values = {"$job": "celery", "$queue": ".*", "$__rate_interval": "1m"}
-    alerts = MONITORING / "alerts.yml"
-    with prometheus_of(shop.exporter.url, alerts, tmp_path) as prometheus:
+    with prometheus_of(shop.exporter.url, tmp_path) as ask:
+
+        def query(expression: str) -> list[dict[str, Any]]:
+            """The current values, one dict for each series."""
+            return ask(f"query?query={quote(expression)}")["result"]
+
+        def rules() -> list[dict[str, Any]]:
+            return [rule for group in ask("rules")["groups"] for rule in group["rules"]]
+
         for expression in expressions:
             asked = re.sub(r"\$\w+", lambda found: values[found[0]], expression)
-
-            def answered(asked: str = asked) -> bool:
-                return bool(prometheus.query(asked))
-
-            wait_until(answered)
+            wait_until(lambda asked=asked: query(asked) != [])
         (waits,) = (
             panel["targets"][0]["expr"].replace("$job", "celery")
             for panel in dashboard["panels"]
             if (panel["title"], panel["type"]) == ("Waiting", "stat")
         )
 
-        wait_until(lambda: [float(found["value"][1]) for found in prometheus.query(waits)] == [5.0])
-        wait_until(lambda: all(rule["health"] == "ok" for rule in prometheus.rules()))
+        wait_until(lambda: [float(found["value"][1]) for found in query(waits)] == [5.0])
+        wait_until(lambda: all(rule["health"] == "ok" for rule in rules()))
         served = {name for name, _ in shop.exporter.samples()}
         reference = (MONITORING.parent / "docs/reference/metrics.md").read_text()
         for name in re.findall(r"^\| `(celery_delay_\w+)`", reference, re.M):
@@ -304,9 +255,9 @@ def test_every_expression_of_dashboard_and_alerts_has_data(shop: Shop, tmp_path:
         base = {re.sub("_(bucket|sum|count|created)$", "", name) for name in served}
         shown = _metrics_of(json.dumps(expressions))
         assert base <= {re.sub("_bucket$", "", name) for name in shown}, "has no panel"
-        alerted = {name for rule in prometheus.rules() for name in _metrics_of(rule["query"])}
+        alerted = {name for rule in rules() for name in _metrics_of(rule["query"])}
         assert {name for name in served if name.endswith("_up")} <= alerted, "has no alert"
-        for rule in prometheus.rules():
+        for rule in rules():
             assert _metrics_of(rule["query"]) <= served
     variables = {variable["name"] for variable in dashboard["templating"]["list"]}
     used = set(re.findall(r"\$\{?(\w+)", json.dumps(dashboard)))
@@ -318,13 +269,6 @@ def _metrics_of(expression: str) -> set[str]:
 
 
 def test_each_alert_fires_exactly_under_its_condition() -> None:
-    promtool = program("promtool")
+    promtool = installed(program, "promtool")
     for command in (["check", "rules", "alerts.yml"], ["test", "rules", "alerts_test.yml"]):
-        done = subprocess.run(
-            [promtool, *command],
-            cwd=MONITORING,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_SECONDS,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+        output_of(promtool, *command, cwd=MONITORING)

@@ -111,9 +111,7 @@ def receive(url: str) -> str:
         return str(message.payload)
 
 
-def test_redis_and_valkey_can_be_chosen_and_celery_takes_their_urls(
-    server_name: ServerName,
-) -> None:
+def test_redis_and_valkey_can_be_chosen_by_celery_urls(server_name: ServerName) -> None:
     """After the block neither a process nor a folder is left."""
     with private_redis(server=server_name, password='p/w "d\\@home') as redis:
         assert redis.installation.name == server_name
@@ -162,9 +160,7 @@ def test_a_server_that_cannot_start_says_why(server_name: ServerName, tmp_path: 
     refused("103 bytes", server=server_name, folder=tmp_path / ("x" * 99))
 
 
-def test_a_given_folder_is_kept_and_used_by_one_server_at_a_time(
-    server_name: ServerName, short_path: Path
-) -> None:
+def test_a_given_folder_is_kept_for_one_server(server_name: ServerName, short_path: Path) -> None:
     with private_redis(server=server_name, folder=short_path) as redis:
         send(redis.url, "kept")
         said = f"another Redis or Valkey runs in {short_path}"

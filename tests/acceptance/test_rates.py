@@ -43,7 +43,7 @@ def test_a_worker_that_cannot_keep_its_rates_does_not_start(fleet: Fleet) -> Non
         ({"native_delay_once": ["*"]}, NoStore),
     ],
 )
-def test_celerys_start_worker_raises_the_error_of_a_worker_that_cannot_start(
+def test_start_worker_raises_what_stops_a_worker(
     conf: dict[str, Any], error: type[Exception]
 ) -> None:
     """Without the error, start_worker would wait for ever."""
@@ -66,9 +66,7 @@ UNHEARD_SECONDS = 1.0
 
 @pytest.mark.ci
 @pytest.mark.redis
-def test_a_failover_loses_no_task_and_exceeds_the_rate_by_unreplicated_starts_at_most(
-    tmp_path: Path,
-) -> None:
+def test_a_failover_loses_no_task_and_exceeds_the_rate_by_lost_starts_only(tmp_path: Path) -> None:
     """The master and a worker are killed together, while rate-limited tasks wait.
 
     A lost count of starts would allow a second burst.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from celery import Celery
@@ -40,9 +39,7 @@ def send(app: Celery, run_id: str, count: int, *, countdown: float) -> None:
     close_run(app, run_id, {"rows": count + 1, "sent": count, "rejected": 1}, last_us)
 
 
-def test_a_run_is_counted_listed_and_cancelled_before_its_tasks_start(
-    fleet: Fleet, where: str, tmp_path: Path
-) -> None:
+def test_a_run_is_counted_listed_and_cancelled(fleet: Fleet, where: str) -> None:
     """Workers announce its tasks as revoked; those of a run with a similar name run."""
     app = fleet.app()
     send(app, "night", 5, countdown=3)

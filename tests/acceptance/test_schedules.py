@@ -13,11 +13,7 @@ from typing import Any
 import pytest
 
 from celery_native_delay import Delay
-from celery_native_delay.testing import (
-    PrivateRedis,
-    private_redis,
-    require_redis,
-)
+from celery_native_delay.testing import PrivateRedis, private_redis, require_redis
 from pytest_celery_native_delay import installed
 from tests.acceptance.worker import EARLY_SECONDS, FEW_LEVELS, Fleet, Run, fleet_on
 from tests.brokers import ON_SYSTEM, in_ci, on_one_version
@@ -26,18 +22,23 @@ from tests.waiting import PATIENCE_SECONDS, wait_until
 
 #: A relative expiry counts from the due time, so the expiry of a run tells its due time.
 EXPIRES_SECONDS = 3600.0
-ENTRIES = {
-    f"every-{number}": {
-        "task": "note",
-        "schedule": float(number % 5 + 1),
-        "args": [number],
-        "options": {"expires": EXPIRES_SECONDS},
-    }
-    for number in range(10)
-}
-KILL_EVERY_SECONDS = 4
-KILLS = 3
 
+
+def entries_of(count: int, longest: int) -> dict[str, dict[str, Any]]:
+    """Entries of every second up to every *longest* seconds; their runs get their names."""
+    return {
+        f"tick-{number}": {
+            "task": "note",
+            "schedule": float(number % longest + 1),
+            "args": [f"tick-{number}"],
+            "options": {"expires": EXPIRES_SECONDS},
+        }
+        for number in range(count)
+    }
+
+
+ENTRIES, TICKS = entries_of(10, 5), entries_of(4, 2)
+KILL_EVERY_SECONDS, KILLS = 4, 3
 
 #: The three kinds of places that keep the state of entries.
 KINDS = pytest.mark.parametrize(
@@ -86,12 +87,12 @@ def test_every_occurrence_runs_although_workers_are_killed(fleet: Fleet) -> None
 
     # kombu may lose the message that a killed worker has just taken from Redis.
     wait_until(all_ran_since, timeout_seconds=2 * PATIENCE_SECONDS)
-    by_entry: dict[int, dict[float, list[Run]]] = {number: {} for number in range(len(ENTRIES))}
+    by_entry: dict[str, dict[float, list[Run]]] = {name: {} for name in ENTRIES}
     for run in sorted(fleet.record.runs(), key=lambda run: run.started):
         assert run.started >= due_at(run) - EARLY_SECONDS, run
         by_entry[run.args[0]].setdefault(due_at(run), []).append(run)
-    for number, by_due in by_entry.items():
-        every = ENTRIES[f"every-{number}"]["schedule"]
+    for name, by_due in by_entry.items():
+        every = ENTRIES[name]["schedule"]
         for runs in by_due.values():
             assert len({run.id for run in runs}) == 1, "two messages of one due time"
             assert all(run.worker in killed for run in runs[:-1]), "twice without a kill"
@@ -124,19 +125,17 @@ def test_a_changed_entry_is_published_anew_and_one_that_is_gone_is_removed(fleet
     def entries(**more: float) -> dict[str, Any]:
         return {name: {"task": "note", "schedule": every} for name, every in more.items()}
 
+    def known() -> dict[str, Any]:
+        return {entry.name: entry for entry in delay.schedules()}
+
     delay = Delay(fleet.app())
     first = fleet.worker(beat_schedule=entries(stays=900.0, changes=900.0, goes=900.0))
-    wait_until(lambda: len(list(delay.schedules())) == 3)
-    before = {entry.name: entry for entry in delay.schedules()}
+    wait_until(lambda: len(known()) == 3)
+    stays = known()["stays"]
     fleet.worker(beat_schedule=entries(stays=900.0, changes=960.0))
-    wait_until(lambda: len(list(delay.schedules())) == 2)
-    wait_until(
-        lambda: (
-            {each.name: each for each in delay.schedules()}["changes"].schedule == "every 16 min"
-        )
-    )
-    after = {entry.name: entry for entry in delay.schedules()}
-    assert after["stays"] == before["stays"]
+    wait_until(lambda: len(known()) == 2)
+    wait_until(lambda: known()["changes"].schedule == "every 16 min")
+    assert known()["stays"] == stays
     assert delay.count() == 2
     assert first.process.poll() is None
 
@@ -160,15 +159,6 @@ def test_an_entry_can_be_paused_resumed_and_run_now(fleet: Fleet) -> None:
     fleet.record.wait_for(len(fleet.record.runs()) + 2)
     with pytest.raises(KeyError, match="expected the name of a schedule entry, got 'tock'"):
         schedules.pause("tock")
-
-
-def test_a_beat_that_is_started_by_mistake_sends_nothing(fleet: Fleet) -> None:
-    entries = {"tick": {"task": "note", "schedule": 0.5, "args": ["tick"]}}
-    files = [f"--schedule={fleet.folder}/beat.db", "--pidfile="]
-    beat = fleet.command("beat", *files, beat_schedule=entries)
-    beat.wait_for_log("this beat sends nothing")
-    beat.stop()
-    assert not beat.log_lines("Sending due task")
 
 
 @BOTH
@@ -212,21 +202,21 @@ def test_a_lost_occurrence_is_published_again(fleet: Fleet, store_redis: Private
     entries = {"tick": {"task": "note", "schedule": 5.0, "args": ["tick"]}}
     fleet.worker(beat_schedule=entries, tests_overdue_seconds=2, beat_max_loop_interval=1)
     fleet.record.wait_for(1)
-    lost = [
-        key for key in store_redis.client.scan_iter() if key.endswith((b"due", b"messages", b"ids"))
-    ]
-    assert len(lost) >= 2
-    store_redis.client.delete(*lost)
-    before = len(fleet.record.runs())
-    fleet.record.wait_for(before + 2)
+    kept = (b"due", b"messages", b"ids")
+    lost = [key for key in store_redis.client.scan_iter() if key.endswith(kept)]
+    assert store_redis.client.delete(*lost) >= 2
+    fleet.record.wait_for(len(fleet.record.runs()) + 2)
 
 
-def test_a_worker_with_an_embedded_beat_sends_nothing_twice(fleet: Fleet) -> None:
-    more = ("-B", "--schedule", str(fleet.folder / "beat.db"))
-    worker = fleet.worker(beat_schedule=TICKS, more=more)
-    worker.wait_for_log("this beat sends nothing")
+def test_a_beat_that_is_started_by_mistake_sends_nothing(fleet: Fleet) -> None:
+    """Alone, and embedded in a worker."""
+    file = f"--schedule={fleet.folder}/beat"
+    alone = fleet.command("beat", f"{file}.db", "--pidfile=", beat_schedule=TICKS)
+    worker = fleet.worker(beat_schedule=TICKS, more=("-B", file))
     assert_no_double(fleet.record.wait_for(6))
-    assert not worker.log_lines("Sending due task")
+    for beat in (alone, worker):
+        beat.wait_for_log("this beat sends nothing")
+        assert not beat.log_lines("Sending due task")
 
 
 def test_a_worker_of_an_older_release_publishes_the_runs_of_new_entries(fleet: Fleet) -> None:
@@ -295,17 +285,6 @@ def test_entries_go_on_after_a_failover_of_redis(tmp_path: Path) -> None:
                 unsure = {due_at(run) for run in runs if began - 2 < run.started < ended}
                 unsure |= {due_at(run) for run in runs if began - 2 < due_at(run) < ended}
                 assert_no_double([run for run in runs if due_at(run) not in unsure])
-
-
-TICKS = {
-    f"tick-{number}": {
-        "task": "note",
-        "schedule": float(number % 2 + 1),
-        "args": [f"tick-{number}"],
-        "options": {"expires": EXPIRES_SECONDS},
-    }
-    for number in range(4)
-}
 
 
 def due_at(run: Run) -> float:

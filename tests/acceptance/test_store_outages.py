@@ -181,9 +181,7 @@ def test_a_store_that_hangs_stops_no_worker(
 
 
 @on_one_version
-def test_a_worker_that_boots_while_the_store_hangs_starts_no_held_task(
-    fleet: Fleet, place: Place
-) -> None:
+def test_a_worker_that_boots_in_an_outage_starts_no_held_task(fleet: Fleet, place: Place) -> None:
     app = fleet.app()
     delay = Delay(app)
     delay.hold("note")
@@ -198,9 +196,7 @@ def test_a_worker_that_boots_while_the_store_hangs_starts_no_held_task(
     assert not fleet.record.runs(task_id=held)
 
 
-def test_a_worker_that_boots_before_its_store_dispatches_later(
-    fleet_at: Callable[..., Fleet],
-) -> None:
+def test_a_worker_started_before_its_store_dispatches_later(fleet_at: Callable[..., Fleet]) -> None:
     fleet = fleet_at("filesystem")
     task_id = later(fleet, 1, 1)
     with away(space_of(fleet.broker_url) / "delays.db"):
@@ -259,10 +255,8 @@ def state_of(delay: Delay) -> dict[str, Any]:
 
 @on_one_version
 @pytest.mark.ci
-def test_each_change_ends_in_time_while_the_store_hangs_does_nothing_by_halves_and_works_later(
-    fleet: Fleet, place: Place
-) -> None:
-    """Also after a cut of all connections, and a restart."""
+def test_each_change_ends_in_time_while_the_store_hangs(fleet: Fleet, place: Place) -> None:
+    """It does nothing by halves, and works later, also after a cut or a restart of the store."""
     fleet.conf["native_delay_schedules"] = True
     app = fleet.app()
     install(app, keys={"call_api": Debounce("tenant", seconds=3600)})

@@ -199,9 +199,7 @@ def is_routable(route: str, fleet: Fleet) -> bool:
     return fleet.broker_url.startswith("amqp") or not route.startswith("topic")
 
 
-def test_the_worker_holds_nothing_while_tasks_wait(
-    everything: Everything, workers: list[Worker]
-) -> None:
+def test_workers_hold_no_task_that_waits(everything: Everything, workers: list[Worker]) -> None:
     until = everything.started + 5  # the longest countdown
     while everything.fleet.held_by(*workers) == [] and time() < until:
         pass
@@ -239,7 +237,7 @@ def test_a_task_that_expires_before_it_is_due_is_revoked(everything: Everything)
     assert everything.fleet.record.runs(task_id=result.id) == []
 
 
-def test_a_delayed_task_takes_the_route_of_an_immediate_one(
+def test_a_delayed_task_goes_the_way_of_an_immediate_one(
     everything: Everything, route: str
 ) -> None:
     """A delayed task runs on time, with the worker and delivery info of an immediate one."""
@@ -261,7 +259,7 @@ def test_a_retry_comes_back_to_its_queue(everything: Everything, route: str) -> 
     assert_each_waited_and_went_the_same_way(runs, undelayed)
 
 
-def test_a_task_resent_with_its_received_headers_waits_again(
+def test_a_task_resent_with_received_headers_waits_again(
     everything: Everything, route: str
 ) -> None:
     def runs() -> list[Run]:

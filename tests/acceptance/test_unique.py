@@ -222,9 +222,7 @@ def test_a_task_that_ended_or_never_runs_frees_its_key(fleet: Fleet) -> None:
 
 @pytest.mark.ci
 @pytest.mark.parametrize("fleet", ["redis", f"{ON_SYSTEM.id}-redis"], indirect=True)
-def test_a_task_requeued_after_its_process_was_killed_gets_its_key_immediately(
-    fleet: Fleet,
-) -> None:
+def test_a_task_requeued_after_its_process_was_killed_gets_its_key_at_once(fleet: Fleet) -> None:
     """The task does not wait for the lease of its first attempt."""
     delay, mortal = Delay(fleet.app()), fleet.app().signature("mortal")
     fleet.worker(tests_lease_seconds=600)
@@ -235,9 +233,7 @@ def test_a_task_requeued_after_its_process_was_killed_gets_its_key_immediately(
 
 @pytest.mark.ci
 @pytest.mark.parametrize("fleet", ["sqla"], indirect=True)
-def test_until_start_frees_the_key_soon_if_a_killed_worker_lost_the_message(
-    fleet: Fleet,
-) -> None:
+def test_until_start_frees_the_key_soon_if_a_killed_worker_lost_the_message(fleet: Fleet) -> None:
     """The message was received but not started; kombu's sqlalchemy transport has no other copy."""
     delay, app = Delay(fleet.app()), fleet.app()
     note = app.signature("note", args=(1,))

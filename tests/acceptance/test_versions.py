@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pytest_celery_native_delay import IN_CI
-from tests.acceptance.worker import REPOSITORY
+from tests.processes import output_of
 
 pytestmark = pytest.mark.ci
 
@@ -33,18 +33,9 @@ def test_unit_and_task_tests_pass_on_celery(celery: str, kombu: str, tmp_path: P
         pytest.skip(f"Celery {celery} cannot be installed here: {installed.stderr[-300:]}")
     assert not installed.returncode, installed.stderr
 
-    def run(*arguments: str) -> str:
-        done = subprocess.run(
-            [sys.executable, *arguments],
-            cwd=REPOSITORY,
-            env=os.environ | {"PYTHONPATH": str(release)},
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-        return done.stdout
-
-    assert run("-c", SHOW).split() == [celery, kombu]
+    env = os.environ | {"PYTHONPATH": str(release)}
+    assert output_of(sys.executable, "-c", SHOW, env=env).split() == [celery, kombu]
     tests = ["tests/unit", "tests/acceptance/test_tasks.py"]
     options = ["-q", "-p", "no:cacheprovider", "-m", "not (rabbitmq43 or redis or tools)"]
-    assert " passed" in run("-m", "pytest", *options, *tests)
+    said = output_of(sys.executable, "-m", "pytest", *options, *tests, env=env, timeout=None)
+    assert " passed" in said
