@@ -133,45 +133,32 @@ def new_app(**settings: Any) -> tuple[Celery, dict[str, list[Any]]]:
     return app, ran
 
 
-# ---- order -----------------------------------------------------------------------------------
+# ---- order and changes -----------------------------------------------------------------------
 
 
 @scenario
-def countdowns(stage: Stage) -> Iterator[float]:
-    for units in (3, 1, 2):
-        stage.send(units, units=units)
-    yield 0
-
-
-@scenario
-def an_eta(stage: Stage) -> Iterator[float]:
-    now = datetime.now(UTC)
-    for units in (2, 1):
-        stage.s(units).apply_async(eta=now + timedelta(seconds=units * UNIT))
-    yield 0
-
-
-@scenario
-def an_immediate_task_overtakes(stage: Stage) -> Iterator[float]:
-    stage.send("late", units=2)
-    yield 1
-    stage.send("early")
-
-
-@scenario
-def queues(stage: Stage) -> Iterator[float]:
-    stage.send("second", units=2, queue="side")
-    stage.send("first", units=1)
-    stage.send("third", units=3, queue="side")
-    yield 0
-
-
-@scenario
-def bulk_sending(stage: Stage) -> Iterator[float]:
+def every_way_to_send(stage: Stage) -> Iterator[float]:
+    stage.send(3, units=3, queue="side")
+    stage.s(1).apply_async(eta=datetime.now(UTC) + timedelta(seconds=UNIT))
     with bulk(stage.app) as batch:
-        for units in (3, 1, 2):
+        for units in (4, 2):
             batch.send("note", (stage.name, units), countdown=units * UNIT)
     yield 0
+    stage.send("at once")
+
+
+@scenario
+def waiting_tasks_change(stage: Stage) -> Iterator[float]:
+    moved = stage.send("moved", units=2)
+    cancelled = stage.send("never", units=2)
+    now = stage.send("now", units=10)
+    stage.send("other", units=3)
+    yield 1
+    stage.delay.reschedule(moved.id, countdown=3 * UNIT)
+    stage.log.append(bool(stage.delay.cancel(cancelled.id)))
+    stage.delay.run_now(now.id)
+    yield 4
+    stage.log.append((cancelled.state, bool(stage.delay.cancel(cancelled.id))))
 
 
 # ---- tasks that send tasks -------------------------------------------------------------------
@@ -245,41 +232,12 @@ def expiry(stage: Stage) -> Iterator[float]:
 
 
 @scenario
-def a_cancelled_task(stage: Stage) -> Iterator[float]:
-    result = stage.send("never", units=2)
-    stage.send("other", units=2)
-    yield 1
-    stage.log.append(bool(stage.delay.cancel(result.id)))
-    yield 3
-    stage.log.append((result.state, bool(stage.delay.cancel(result.id))))
-
-
-@scenario
 def a_cancelled_part_of_a_chain(stage: Stage) -> Iterator[float]:
     result = chain(stage.s("a", units=1), stage.s("b", units=2), stage.s("c")).apply_async()
     yield 2
     stage.delay.cancel(result.parent.id)
     yield 3
     stage.log.append(result.state)
-
-
-# ---- other due times -------------------------------------------------------------------------
-
-
-@scenario
-def a_task_moved_back(stage: Stage) -> Iterator[float]:
-    result = stage.send("moved", units=2)
-    stage.send("other", units=3)
-    yield 1
-    stage.delay.reschedule(result.id, countdown=3 * UNIT)
-
-
-@scenario
-def a_task_that_runs_now(stage: Stage) -> Iterator[float]:
-    result = stage.send("now", units=10)
-    stage.send("other", units=2)
-    yield 1
-    stage.delay.run_now(result.id)
 
 
 # ---- keys ------------------------------------------------------------------------------------

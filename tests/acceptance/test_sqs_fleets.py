@@ -62,9 +62,7 @@ def time_of(line: str) -> float:
     return datetime.strptime(line[1:24], "%Y-%m-%d %H:%M:%S,%f").timestamp()
 
 
-def test_tasks_of_a_mixed_fleet_run_on_time_and_once(
-    fleet: Fleet, workers: dict[str, Worker]
-) -> None:
+def test_tasks_of_mixed_fleets_run_on_time_once(fleet: Fleet, workers: dict[str, Worker]) -> None:
     """A plain worker without a relay gets tasks above one hop early, and holds them."""
     code = (
         "import json, time\n"
@@ -82,10 +80,8 @@ def test_tasks_of_a_mixed_fleet_run_on_time_and_once(
     by_id = fleet.record.wait_for_ids(list(sent))
     for task_id, (sender, queue, delay, due) in sent.items():
         cell = f"{delay} s from {sender} to {queue}"
-        assert len(by_id[task_id]) == 1, cell
         (run,) = by_id[task_id]
-        assert run.due is not None
-        run.assert_on_time(run.due)
+        run.assert_on_time()
         assert run.due <= due, cell
         (received,) = workers[queue].log_lines(task_id, "received")
         held = run.due - time_of(received) > 0.5
