@@ -10,12 +10,13 @@ import pytest
 from celery.contrib.testing.worker import start_worker
 
 from celery_native_delay import Delay, NoStore, Rate, SettingsError, install
+from celery_native_delay.testing import private_redis
 from tests.acceptance.apps.tasks import new_app
 from tests.acceptance.worker import Fleet, fleet_on
 from tests.brokers import on_one_version
 from tests.lines import LOOKED_AT, most_in_a_window
 from tests.sentinel import private_sentinel
-from tests.waiting import PATIENCE_SECONDS
+from tests.waiting import PATIENCE_SECONDS, wait_until
 
 RATES = {"native_delay_rates": {"call_api": "50/10s"}}
 
@@ -50,6 +51,27 @@ def test_start_worker_raises_what_stops_a_worker(
     app = new_app(broker_url="memory://", **conf)
     with pytest.raises(error), start_worker(install(app), perform_ping_check=False):
         pass
+
+
+@on_one_version
+def test_rated_tasks_wait_while_the_store_is_unreachable(fleet: Fleet) -> None:
+    with private_redis() as records:
+        conf = RATES | {"native_delay_store": records.url}
+        app = fleet.app(**conf)
+        worker = fleet.worker(**conf)
+        first = app.send_task("call_api", ("ada",)).id
+        fleet.record.wait_for_ids([first])
+        records.stop()
+        ids = [app.send_task("call_api", ("ada", number)).id for number in range(3)]
+        other = app.send_task("note", (1,)).id
+        fleet.record.wait_for_ids([other])
+        worker.wait_for_log("rate-limited tasks wait until the rates can be read")
+        assert {run.id for run in fleet.record.runs()} == {first, other}
+        records.start()
+        runs = fleet.record.wait_for_ids(ids)
+        assert {len(runs[each]) for each in ids} == {1}
+        assert len(worker.log_lines("rate-limited tasks wait until the rates can be read")) == 1
+        wait_until(lambda: [line.waiting for line in Delay(app).rates()] == [0])
 
 
 #: Unacknowledged messages of a killed worker come back after seconds, not after an hour.
