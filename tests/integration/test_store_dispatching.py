@@ -278,7 +278,7 @@ def test_what_rabbitmq_refuses_is_parked_and_doubles_no_other(
     monkeypatch.setattr(interface, "REFUSALS_UNTIL_PARKED", 1)
     own: dict[str, Any] = {"store": f"sqlite:///{tmp_path}/delays.db"}
     with delaying(vhost_url, **own) as connection, inbox(connection, "jobs") as received:
-        due = time() + 1.5
+        due = time() + 3
         for number in range(100):
             publish(connection, number, "jobs", delay=due - time())
             if number % 20 == 0:
