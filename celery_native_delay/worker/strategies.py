@@ -277,10 +277,14 @@ class GatedStrategies(dict[str, Any]):
 
     def _ack_soon(self, message: Any) -> None:
         """Acknowledge a message in the consumer's thread."""
-        # Celery's own callback runs one loop later, and does not wake up the event loop.
         consumer = self._consumer
-        call_soon = getattr(consumer, "call_soon_ack", consumer.call_soon)
-        self._call(call_soon, message.ack_log_error, logger, consumer.connection_errors)
+
+        def acknowledge() -> None:
+            if message.channel.connection is not None:  # else the broker redelivers the message
+                message.ack_log_error(logger, consumer.connection_errors)
+
+        # Celery's own callback runs one loop later, and does not wake up the event loop.
+        self._call(getattr(consumer, "call_soon_ack", consumer.call_soon), acknowledge)
 
     def _after(self, seconds: float, call: Callable[[], Any]) -> None:
         # Celery's timer, if it is a thread, may be up to a second late.

@@ -69,7 +69,7 @@ def app(
 ) -> Iterator[Celery]:
     url = broker.new_space()
     with installed_app(url, tmp_path_factory.mktemp("results"), new_store) as app:
-        app.task(name=TASK)(reindexed)
+        app.task(name=TASK, shared=False)(reindexed)
         yield app
     broker.remove_space(url)
 
