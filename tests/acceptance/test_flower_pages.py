@@ -234,7 +234,9 @@ def test_the_rest_api_knows_entries_of_any_name(app: Celery, flower: FlowerProce
 def test_the_page_counts_moves_and_cancels_runs(
     app: Celery, flower: FlowerProcess, chrome: Chrome
 ) -> None:
-    DelaysPage(chrome, flower).click("a.nav-link[href$='/delays/runs']")
+    delays, link = DelaysPage(chrome, flower), "a.nav-link[href$='/delays/runs']"
+    wait_until(lambda: delays.found(link) or delays.open())  # Flower has seen a run by then
+    delays.click(link)
     page = RunsPage(chrome, flower, None)
     page.lists(len(RUNS))
     page.wait(lambda: page.row(RUN_ROW)[:2] == ["nightly-1", "note"])
