@@ -137,7 +137,7 @@ def test_an_error_in_the_configuration_raises_at_each_delayed_message_until_corr
     assert app.connection_for_write().transport_options[OPTION]
     with pytest.raises(SettingsError, match="expected native_delay_enabled to be True, False or"):
         asked_by(app)
-    del app.conf["native_delay_enabled"]
+    app.conf.native_delay_enabled = True
     assert asked_by(app) == DelaySettings()
 
 

@@ -54,8 +54,11 @@ def shop_with(*refused: RetryAfter, task: Any = None, **settings: Any) -> Iterat
     with Clock(app) as clock:
         began = clock.now
         shop = Shop(app, clock, call_api, [*refused])
-        signals.task_retry.connect(shop.note_retry)
-        yield shop
+        signals.task_retry.connect(shop.note_retry, weak=False)
+        try:
+            yield shop
+        finally:
+            signals.task_retry.disconnect(shop.note_retry)
 
 
 @pytest.mark.parametrize("options", [{}, {"autoretry_for": (Exception,)}])
