@@ -109,7 +109,7 @@ class WorkerPart(ABC):
         """Report broker settings that can cause message loss or wrong delivery times."""
         return []
 
-    def guard(self) -> list[str]:
+    def watch_queues(self) -> list[str]:
         """Keep full queues from delaying the messages of other queues.
 
         Returns a sentence for each queue whose due messages now take another way, and for each

@@ -271,8 +271,8 @@ class StoreWorkerPart(WorkerPart):
         yield from stranded(self._store, WRONG)
         yield from self._own.dangers()
 
-    def guard(self) -> list[str]:
-        return [] if self._channel.keeps_all_in_store else self._own.guard()
+    def watch_queues(self) -> list[str]:
+        return [] if self._channel.keeps_all_in_store else self._own.watch_queues()
 
     def put_back(self, waits: Sequence[Wait]) -> list[Exception | None]:
         stored = [wait for wait in waits if self._is_stored(wait)]

@@ -85,7 +85,7 @@ class Attendant(Thread):
         self._next_look = monotonic()
         #: True before the first look, and after a new binding.
         self._looks_at_once = True
-        self._next_guard = monotonic()
+        self._next_watch = monotonic()
         self._told: set[str] = set()
         self._warned = False
 
@@ -122,7 +122,7 @@ class Attendant(Thread):
             if batch:
                 self._put_back_or_hold(batch)
             if monotonic() >= self._next_look and not self._stopping.is_set():
-                self._guarded(self._guard)
+                self._guarded(self._watch_queues)
                 self._guarded(self._rescue)
         self._disconnect()
 
@@ -198,18 +198,18 @@ class Attendant(Thread):
         with suppress(StoreUnavailable):  # the gates log it
             part.sweep()
 
-    def _guard(self) -> None:
-        if monotonic() < self._next_guard:
+    def _watch_queues(self) -> None:
+        if monotonic() < self._next_watch:
             return
         try:
-            for said in self._part().guard():
+            for said in self._part().watch_queues():
                 if said not in self._told:
                     self._told.add(said)
                     logger.warning("native delay: %s", said)
-            self._next_guard = monotonic() + LONGEST_LOOK_SECONDS / 2
+            self._next_watch = monotonic() + LONGEST_LOOK_SECONDS / 2
         except ManagementUnavailable as exc:
             logger.debug("native delay: full queues not looked for: %s", exc)
-            self._next_guard = monotonic() + _UNAVAILABLE_SECONDS
+            self._next_watch = monotonic() + _UNAVAILABLE_SECONDS
 
     def _log_dangers(self) -> None:
         for finding in self._part().dangers():

@@ -206,7 +206,7 @@ class GatedStrategies(dict[str, Any]):
                     ruling.headers,
                     ruling.in_broker,
                 )
-                done = partial(self._ack_soon, arrival.message)
+                done = partial(self._ack_soon, arrival)
                 instead = partial(self._instead_of_waiting, ruling, task, number)
                 if not wait.queue or not self._put_back(wait, done, partial(self._soon, instead)):
                     instead()
@@ -275,13 +275,13 @@ class GatedStrategies(dict[str, Any]):
 
     # --- from any thread ---------------------------------------------------------------------
 
-    def _ack_soon(self, message: Any) -> None:
+    def _ack_soon(self, arrival: Arrival) -> None:
         """Acknowledge a message in the consumer's thread."""
         consumer = self._consumer
 
         def acknowledge() -> None:
-            if message.channel.connection is not None:  # else the broker redelivers the message
-                message.ack_log_error(logger, consumer.connection_errors)
+            if arrival.is_connected:
+                arrival.message.ack_log_error(logger, consumer.connection_errors)
 
         # Celery's own callback runs one loop later, and does not wake up the event loop.
         self._call(getattr(consumer, "call_soon_ack", consumer.call_soon), acknowledge)

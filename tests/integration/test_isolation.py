@@ -172,9 +172,9 @@ def assert_a_worker_finds_the_full_queue(connection: Any) -> None:
     reason = "queue 'full' may refuse messages, and policy 'cap' sets overflow: reject-publish"
     assert reason in problem
     part = connection.default_channel.worker_part(delays.settings)
-    [told] = part.guard()
+    [told] = part.watch_queues()
     assert f"{reason}: from now on its due messages go through" in told
-    assert named() == part.guard() == []
+    assert named() == part.watch_queues() == []
 
 
 def test_messages_for_a_deleted_queue_are_parked_while_others_are_on_time(

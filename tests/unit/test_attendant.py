@@ -69,11 +69,11 @@ def test_a_management_api_that_does_not_answer_is_not_asked_at_every_look(
 ) -> None:
     """Each request may take seconds, in which no early task goes back."""
     thread, part = Attendant(None, DelaySettings()), Mock()
-    part.guard.side_effect = ManagementUnavailable("no answer")
+    part.watch_queues.side_effect = ManagementUnavailable("no answer")
     monkeypatch.setattr(thread, "_part", lambda: part)
     for _ in range(3):
-        thread._guard()
-    assert part.guard.call_count == 1
+        thread._watch_queues()
+    assert part.watch_queues.call_count == 1
 
 
 def test_only_the_first_look_and_one_after_a_new_binding_skip_the_pause_of_all_workers(

@@ -33,7 +33,7 @@ class RabbitMQWorkerPart(WorkerPart):
             f"{self.terms}"
         )
 
-    def guard(self) -> list[str]:
+    def watch_queues(self) -> list[str]:
         delays, topology = self._delays, self._delays.topology
         api = management_of(delays.connection.client, self.settings)
         told = [str(finding) for finding in overriding_policies(api, topology)]
