@@ -2,8 +2,8 @@
 
 The Lua script repeats the arithmetic of ``line.py``, so that each decision takes one round trip.
 Reading, deciding here and writing would take two, and many workers that ask one line at the same
-time would write over each other again and again: with 48, an answer takes a second. All other
-changes go the way of every stored state. Times are in microseconds of the Redis server's clock.
+time would write over each other again and again. All other changes go the way of every stored
+state. Times are in microseconds of the Redis server's clock.
 """
 
 from __future__ import annotations

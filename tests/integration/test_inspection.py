@@ -139,6 +139,7 @@ def test_verify_names_queues_of_another_release(rabbitmq: PrivateRabbitMQ, conne
     assert verify(delays, api) == []
     old = f"{delays.settings.namespace}.v0.28x1000ms.level-07"
     declare_queue(connection, old)
+    declare_queue(connection, f"{delays.settings.namespace}.vip.v1.31x125ms.level-07")  # another's
     (found,) = wait_until(lambda: verify(delays, api))
     assert (found.check, found.level) == ("old queues", ADVICE)
     assert f"such as {old}" in found.problem

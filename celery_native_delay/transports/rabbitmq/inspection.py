@@ -83,10 +83,8 @@ def _by_rights(delays: RabbitDelays, found: list[Finding]) -> list[Finding]:
 
 def _of_others(topology: Topology, api: ManagementAPI) -> Iterator[Finding]:
     """Name the queues of this namespace that another release, or another layout, has declared."""
-    alike = topology.parking_queue, topology.rescue_lock_queue, topology.rescue_pause_queue
-    start = f"{topology.settings.namespace}.v"
-    names = [queue["name"] for queue in api.named("queues", start)]
-    if old := [name for name in names if not name.startswith((f"{topology.name}.", *alike))]:
+    names = api.names("queues", containing=f"{topology.settings.namespace}.v")
+    if old := list(filter(topology.is_left_over, names)):
         yield Finding(
             "old queues",
             ADVICE,

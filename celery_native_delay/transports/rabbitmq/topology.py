@@ -33,7 +33,9 @@ from .address import SHORTSTR_BYTES, hashed_address, message_address, queue_addr
 #: VERSION, because production brokers hold the old declarations (tests/unit/golden).
 VERSION = "v1"
 
-_OURS = re.compile(rf"[A-Za-z0-9._-]+\.{VERSION}\.(parked$|\d+x\d+ms\.)")
+#: What follows the version in the names of queues and exchanges.
+_PARTS = r"(parked$|\d+x\d+ms\.)"
+_OURS = re.compile(rf"[A-Za-z0-9._-]+\.{VERSION}\.{_PARTS}")
 
 #: A quorum queue drops a message that was returned more often than its delivery limit. RabbitMQ 4
 #: has a limit of 20. Before 4.0 a negative limit meant 0, so this limit is a very high number.
@@ -143,6 +145,12 @@ class Topology:
         self.ready_exchange = f"{self.name}.ready"
 
     # --- names ---------------------------------------------------------------------------
+
+    def is_left_over(self, queue: str) -> bool:
+        """Return True for a queue of this namespace that another release or layout has declared."""
+        namespace = re.escape(self.settings.namespace)
+        kept = queue == self.parking_queue or queue.startswith(f"{self.name}.")
+        return not kept and re.match(rf"{namespace}\.v\d+\.{_PARTS}", queue) is not None
 
     def level_exchange(self, bit: int) -> str:
         """Return the name of the topic exchange through which messages enter a level.
