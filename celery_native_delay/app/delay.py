@@ -112,12 +112,12 @@ class Delay(HoldCalls, KeyedCalls):
         _check_count("offset", offset, least=0)
         query = _query(search)
         page = self._ask(lambda found: found.page(query, offset=offset, limit=limit))
-        return WaitingPage(tuple(self._with_holds(page.tasks)), page.total)
+        return WaitingPage(tuple(self._with_pauses(page.tasks)), page.total)
 
     def show(self, task_id: TaskId) -> list[Waiting]:
         """Return the waiting messages of a task: usually one, none if the task is not waiting."""
         one = _id_of(task_id)
-        return self._with_holds(self._ask(lambda found: found.get(one)))
+        return self._with_pauses(self._ask(lambda found: found.get(one)))
 
     def story(self, task_id: TaskId) -> list[str]:
         """Describe a task in sentences: where it is, and why it waits.
@@ -127,8 +127,8 @@ class Delay(HoldCalls, KeyedCalls):
         """
         one = _id_of(task_id)
         tasks, taken = self._ask(lambda found: (found.get(one), bool(found.taken([one]))))
-        lines = self.rates(limit=_MOST_LINES) if any(task.place for task in tasks) else []
-        return story(self._app, one, self._with_holds(tasks), lines=lines, taken=taken)
+        lines = self._lines_of(tasks)
+        return story(self._app, one, _with_pauses(tasks, lines), lines=lines, taken=taken)
 
     def ids(self, search: str | Query = "", *, limit: int | None = None) -> list[str]:
         """Return up to *limit* ids (None: all) of tasks that match *search*, earliest first."""
@@ -259,18 +259,24 @@ class Delay(HoldCalls, KeyedCalls):
 
         return sum(map(bool, self._move(due, lambda task: _or_now(due[task.id])))) if due else 0
 
-    def _with_holds(self, tasks: Sequence[Waiting]) -> list[Waiting]:
-        """Return *tasks*; if ``RetryAfter`` delays a task, its due time is the pause's end."""
-        until_us: dict[str, int] = {}
-        if any(task.place for task in tasks):
-            with suppress(NativeDelayError):  # then show the due times of the messages
-                for line in self.rates(limit=_MOST_LINES):
-                    until_us[name_of(line.task, line.key)] = line.held_until_us or 0
-        return [
-            replace(task, due_us=max(task.due_us, *(until_us.get(line, 0) for line in lines), 0))
-            for task in tasks
-            for lines in [places_in(task.place)]
-        ]
+    def _with_pauses(self, tasks: Sequence[Waiting]) -> list[Waiting]:
+        lines: list[RateLine] = []
+        with suppress(NativeDelayError):  # then show the due times of the messages
+            lines = self._lines_of(tasks)
+        return _with_pauses(tasks, lines)
+
+    def _lines_of(self, tasks: Sequence[Waiting]) -> list[RateLine]:
+        """Return the state of each rate limit and key for which some of *tasks* wait."""
+        names = list({name: None for task in tasks for name in places_in(task.place)})
+        if not names:
+            return []
+
+        def looked(channel: Any, settings: DelaySettings) -> list[RateLine]:
+            with closing(channel.lines(settings)) as lines:
+                found: list[RateLine] = lines.look_at(names, time_ns() // 1000)
+            return found
+
+        return ask_broker(self._app, looked)
 
     # --- changing ------------------------------------------------------------------------
 
@@ -568,6 +574,18 @@ def adopt_rates(app: Celery) -> Callable[[], int] | None:
     asked = [Asked(row.task, row.key, rates[row.task].for_key(row.key)) for row in rows]
     changed = [each for each, row in zip(asked, rows, strict=True) if each.rate.shown != row.rate]
     return partial(delay._change_lines, changed) if changed else None
+
+
+def _with_pauses(tasks: Sequence[Waiting], lines: Sequence[RateLine]) -> list[Waiting]:
+    """Return *tasks*; if ``RetryAfter`` delays a task, its due time is the pause's end."""
+    until_us = {name_of(line.task, line.key): line.held_until_us or 0 for line in lines}
+    return [
+        replace(
+            task,
+            due_us=max(task.due_us, *(until_us.get(name, 0) for name in places_in(task.place)), 0),
+        )
+        for task in tasks
+    ]
 
 
 def _by_name(settings: DelaySettings) -> dict[str, Rate]:

@@ -43,6 +43,12 @@ class RecordedLines:
         at_us, found = self._records.latest("rate", limit)
         return seen_longest_first(found, at_us)
 
+    def look_at(self, names: Sequence[str], now_us: int) -> list[RateLine]:
+        """Return the states of these lines at the time *now_us*; unknown lines are left out."""
+        texts = self._records.load([RecordName("rate", name) for name in names])
+        found = [(name, text) for name, text in zip(names, texts, strict=True) if text is not None]
+        return seen_longest_first(found, now_us)
+
     def close(self) -> None:
         """Do nothing: other parts of this process share the database connection."""
 

@@ -31,6 +31,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple, Self, TypeAlias, TypeVar
 
 from ..due_time import told
+from ..texts import is_text
 from .rate import MOST_KEPT_STARTS, UNLIMITED, Rate
 
 T = TypeVar("T")
@@ -305,7 +306,9 @@ def places_in(header: object) -> dict[str, int]:
     with suppress(TypeError, ValueError, AttributeError, RecursionError):
         places = json.loads(header).items()  # type: ignore[arg-type]
         # Redis has exact numbers up to 2**53.
-        return {name: at for name, at in places if type(at) is int and abs(at) < 2**53}
+        return {
+            name: at for name, at in places if type(at) is int and abs(at) < 2**53 and is_text(name)
+        }
     return {}
 
 

@@ -547,6 +547,8 @@ def test_concurrent_starts_at_two_rates_are_each_counted_at_both(store: Store, u
     assert sorted(turn.place for turn in turns if turn.place is not None) == [*range(10, 20)]
     with closing(store.lines()) as lines:
         told = {line.task: line for line in lines.look(10)}
+        asked_for = lines.look_at(["shop.all\nada", "gone"], store.now_us())
+    assert asked_for == [told["shop.all"]]
     assert [(told[name].waiting, told[name].starts_last_period) for name in sorted(told)] == [
         (0, 10),
         (10, 10),
