@@ -82,16 +82,25 @@ def _hook(installation: Installation) -> None:
     """Add each part of this package that the app lacks, such as the bootstep of its workers."""
     app: Any = installation.app
     if installation.keywords:
-        app.conf.update({PREFIX + name: value for name, value in installation.keywords.items()})
+        _keep_keywords(installation)
     teach_tasks(installation)
     if app.on_after_finalize is not None:  # None while an app is unpickled
-        teach = partial(teach_tasks, installation)
-        app.on_after_finalize.connect(teach, weak=False, dispatch_uid=__name__)
+        for signal, step in (
+            (app.on_after_configure, _keep_keywords),
+            (app.on_after_finalize, teach_tasks),
+        ):
+            signal.connect(partial(step, installation), weak=False, dispatch_uid=__name__)
     if not isinstance(app.control_cls, ControlOf):
         app.control_cls = ControlOf(app.control_cls)
         vars(app).pop("control", None)
     app.steps["consumer"].add(BOOTSTEP)
     app.fixups = {*app.fixups, f"{__name__}:reinstall"}
+
+
+def _keep_keywords(installation: Installation, **_: Any) -> None:
+    """Write the keywords of ``install`` into the app's configuration, with which it is pickled."""
+    keywords = installation.keywords.items()
+    installation.app.conf.update({PREFIX + name: value for name, value in keywords})
 
 
 @signals.worker_init.connect(weak=False)  # type: ignore[untyped-decorator]

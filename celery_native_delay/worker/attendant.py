@@ -43,6 +43,10 @@ LONGEST_LOOK_SECONDS = 30.0
 #: delays acknowledgements beyond 32. If the worker then stops, the broker redelivers these tasks.
 BATCH = 32
 
+#: The least time between two looks at the management API, as a multiple of the time that a look
+#: takes: a broker with thousands of queues, and hundreds of workers, has other work to do.
+_LEAST_PAUSES = 50
+
 #: Seconds until the next request to a management API that did not answer.
 _UNAVAILABLE_SECONDS = 600.0
 
@@ -201,12 +205,14 @@ class Attendant(Thread):
     def _watch_queues(self) -> None:
         if monotonic() < self._next_watch:
             return
+        part, began = self._part(), monotonic()
         try:
-            for said in self._part().watch_queues():
+            for said in part.watch_queues():
                 if said not in self._told:
                     self._told.add(said)
                     logger.warning("native delay: %s", said)
-            self._next_watch = monotonic() + LONGEST_LOOK_SECONDS / 2
+            pause_seconds = _LEAST_PAUSES * (monotonic() - began)
+            self._next_watch = monotonic() + max(LONGEST_LOOK_SECONDS / 2, pause_seconds)
         except ManagementUnavailable as exc:
             logger.debug("native delay: full queues not looked for: %s", exc)
             self._next_watch = monotonic() + _UNAVAILABLE_SECONDS

@@ -266,6 +266,15 @@ def test_a_pickled_app_is_installed_again_with_configuration_keywords_and_contro
         assert own == ("own", {})
 
 
+def test_a_keyword_is_pickled_although_the_app_was_configured_again_later() -> None:
+    app = Celery("proj", broker="memory://", set_as_current=False)
+    assert app.conf.broker_url == "memory://"
+    install(app, levels=20)
+    app.config_from_object({"native_delay_levels": 12})
+    for each in (app, pickle.loads(pickle.dumps(app))):
+        assert installation_of(each).settings() == DelaySettings(levels=20)
+
+
 # ---- other apps, and switched off ----------------------------------------------------------
 
 
