@@ -28,8 +28,8 @@ from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis
 from celery_native_delay.transports.interface import Rescue, Wait
 from celery_native_delay.transports.rabbitmq.channels import Publication
 from celery_native_delay.transports.rabbitmq.parking import rescue
+from celery_native_delay.transports.rabbitmq.parts import RabbitMQWorkerPart
 from celery_native_delay.transports.rabbitmq.topology import is_delay_name
-from celery_native_delay.transports.rabbitmq.worker_part import RabbitMQWorkerPart
 from celery_native_delay.transports.rabbitmq.wrapping import DEATH_HEADERS
 from tests.brokers import in_turn
 from tests.integration.test_parity import MORE_EXAMPLES, PAST, examples

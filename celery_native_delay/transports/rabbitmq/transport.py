@@ -70,12 +70,12 @@ class Channel(StoringChannel, pyamqp.Channel):  # type: ignore[misc]
         return delays
 
     def own_worker_part(self, settings: DelaySettings) -> WorkerPart:
-        from .worker_part import RabbitMQWorkerPart
+        from .parts import RabbitMQWorkerPart
 
         return RabbitMQWorkerPart(self, settings)
 
     def own_admin_part(self, settings: DelaySettings) -> AdminPart:
-        from .admin_part import RabbitMQAdminPart
+        from .parts import RabbitMQAdminPart
 
         return RabbitMQAdminPart(self, settings)
 

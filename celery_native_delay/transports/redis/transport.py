@@ -64,7 +64,7 @@ class RedisDelayingChannel(DelayingChannel):
         return RedisAdminPart(self)
 
     def moving_part(self, settings: DelaySettings) -> MovingPart:
-        from .moving import RedisMovingPart
+        from .parts import RedisMovingPart
 
         return RedisMovingPart(self)
 
