@@ -22,6 +22,7 @@ from celery_native_delay.schedules.release import InForce, Release, taken_over
 from celery_native_delay.schedules.state import (
     EXPIRED,
     HEADER,
+    KEPT_US,
     MOST_MISSED,
     State,
     advanced,
@@ -29,6 +30,7 @@ from celery_native_delay.schedules.state import (
     occurrence_of,
     paused,
     planned,
+    refused,
     resumed,
     sent_again,
     swapped,
@@ -330,7 +332,7 @@ def test_a_paused_entry_waits_until_it_is_resumed() -> None:
 
 
 def test_a_state_is_put_only_in_place_of_the_one_that_was_read() -> None:
-    state = waiting(entry())
+    state = waiting(entry(), id="task-0")
     after = advanced(state, entry(), "task-1", NOW_US + 10 * S, "one")
     seen = Snapshot(NOW_US, state.encoded(), (("place", NOW_US),))
     assert swapped(seen, before=None, after=after) == Change(seen.text, 0, False)
@@ -338,6 +340,8 @@ def test_a_state_is_put_only_in_place_of_the_one_that_was_read() -> None:
     change = swapped(seen, before=state, after=after)
     assert (change.due_us, change.replaces, change.answer) == (after.due_us, True, True)
     assert State.from_text(change.text) == after
+    others = left_out(seen, task_id="task-0", why="late"), refused(seen, problem="no task")
+    assert [each.kept_us for each in (change, *others)] == [NOW_US + KEPT_US] * 3
 
 
 def test_a_header_that_cannot_be_read_marks_no_occurrence() -> None:
