@@ -21,8 +21,9 @@ _options = click.option("--options", type=Json(dict), help="""Such as '{"queue":
 
 @command(name="schedules", cls=click.Group, invoke_without_command=True)
 @click.option("--remove-all", is_flag=True, help="Remove all entries and waiting runs.")
+@yes_option
 @as_json_option
-def schedules(ctx: click.Context, remove_all: bool, as_json: bool) -> None:
+def schedules(ctx: click.Context, remove_all: bool, force: bool, as_json: bool) -> None:
     """List the schedule entries.
 
     The last column says whose an entry is: "code" for the configuration of the app, "added" for an
@@ -32,6 +33,8 @@ def schedules(ctx: click.Context, remove_all: bool, as_json: bool) -> None:
         return
     found = delay_of(ctx).schedules()
     if remove_all:
+        if not force:
+            confirm("Remove all schedule entries, also those that were added, and their runs?")
         removed = found.remove_all()
         say(as_json, {"removed": removed}, f"{removed} schedule entries removed")
         return

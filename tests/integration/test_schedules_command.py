@@ -81,7 +81,7 @@ def test_entries_are_listed_paused_resumed_run_and_removed(shop: Project, app: C
     assert Delay(app).count() == 2
     assert shop.told("schedules", "run-now", "tick")["task_id"]
     assert Delay(app).count() == 2, "the run is due now, and the next run stays"
-    assert shop.lines("schedules", "--remove-all") == ["2 schedule entries removed"]
+    assert shop.lines("schedules", "--remove-all", "--yes") == ["2 schedule entries removed"]
     assert Delay(app).count() == 0
     assert list(Delay(app).schedules()) == []
 
