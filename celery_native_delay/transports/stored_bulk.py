@@ -108,7 +108,8 @@ class StoredTemplate(JsonTemplate):
         entry = StoreEntry.decoded(message.row.entry)
         headers = entry.headers
         is_plain = (
-            entry.is_task
+            not channel.delays.settings.drains  # whose rows are due at once
+            and entry.is_task
             and entry.expires_ms is None
             and entry.properties.get("correlation_id") == headers["id"]
             and not headers.get("retries")

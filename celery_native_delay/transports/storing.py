@@ -115,10 +115,10 @@ class StoringChannel:
         """Return when the store publishes a message, in µs; None if it goes to the broker.
 
         *due_us*: the ETA of the message, or None without one. In the user's transaction, an
-        immediate task goes into the store, too.
+        immediate task goes into the store, too. In a draining app, all tasks are immediate.
         """
         now_us = time_ns() // 1000
-        if due_us is not None and due_us > now_us:
+        if due_us is not None and due_us > now_us and not self.delays.settings.drains:
             return due_us if self.waits_in_store(headers) else None
         return now_us if self.joins(headers) else None
 
@@ -131,7 +131,7 @@ class StoringChannel:
     def joins(self, headers: Mapping[str, Any] | None) -> bool:
         """Return True if a task is sent with the user's open transaction."""
         settings = self.delays.settings
-        if settings.store is None or settings.drains:
+        if settings.store is None:
             return False
         if not headers or "task" not in headers:  # Celery's events and commands
             return False

@@ -258,6 +258,31 @@ def test_outside_the_transaction_a_task_is_sent_at_once(app: Celery, atomic: Any
     assert sent(app) == ["order-4"]
 
 
+def test_a_draining_app_sends_at_the_commit_and_delays_nothing(app: Celery, atomic: Any) -> None:
+    """Also Celery's own delay_on_commit. A task with an ETA goes to a worker, which holds it."""
+    install(app, enabled="drain")
+
+    @app.task(name="shop.mail", base=DjangoTask)
+    def mail(number: int) -> None: ...
+
+    def send_all() -> None:
+        send(app, 1)
+        send(app, 2, countdown=HOUR_SECONDS)
+        mail.apply_async_on_commit((1,), task_id="on-commit")
+        with bulk(app) as outbox:
+            for number in range(5):  # from the third on by a template
+                outbox.send(mail, (1,), task_id=f"bulk-{number}", countdown=HOUR_SECONDS)
+
+    with rolled_back(atomic()):
+        send_all()
+    assert sent(app) == []
+    with atomic():
+        send_all()
+        assert sent(app) == []
+    assert sent(app) == ["order-1", "order-2", "on-commit", *(f"bulk-{n}" for n in range(5))]
+    assert (waiting(app), taken(app)) == ([], 0)
+
+
 def test_a_send_leaves_the_users_connection_as_it_is(
     app: Celery, atomic: Any, migrated: Any
 ) -> None:

@@ -163,4 +163,6 @@ def test_a_draining_worker_holds_new_tasks_and_puts_back_those_that_already_wait
     settings = DelaySettings(enabled="drain")
     early, *_ = gates(settings, revoked=Revoked())
     assert early(arrival(eta=IN_A_MINUTE)) is None
-    assert isinstance(early(arrival(WAITED, eta=IN_A_MINUTE)), WaitUntil)
+    waits = WAITED._replace(due_us=NOW_US + 60_000_000)
+    assert isinstance(early(arrival(waits, eta=IN_A_MINUTE)), WaitUntil)
+    assert early(arrival(WAITED, eta=IN_A_MINUTE)) is None, "of the user's transaction"
