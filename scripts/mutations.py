@@ -160,7 +160,7 @@ MUTATIONS = [
     ),
     Mutation(
         "worker/strategies.py",
-        "done = partial(self._ack_soon, arrival.message)",
+        "done = partial(self._ack_soon, arrival)",
         "done = partial(print)",
         "unit/test_strategies.py",
     ),
