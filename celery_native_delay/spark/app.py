@@ -165,8 +165,8 @@ def _routed_queues(routes: Sequence[Any]) -> set[str]:
     found = set()
     for route in routes:
         if isinstance(route, MapRoute):
-            for way in (*route.map.values(), *(way for _, way in route.patterns)):
-                queue = way.get("queue") if isinstance(way, dict) else None
+            for way in (*route.map.values(), *route.patterns.values()):
+                queue = way if isinstance(way, str) else dict(way).get("queue")
                 found.add(getattr(queue, "name", queue) or "")
     return found
 

@@ -193,9 +193,11 @@ class FanOut:
     def rejected(self) -> Any:
         """Return a DataFrame of the rejected rows; the added column ``_error`` has the reason."""
         self._warn_if_volatile()
+        earlier = f.col("row").dropFields("_error")  # of rows that were rejected before
         return (
             self._encoded(self.options, "row")
             .where("error is not null")
+            .select(earlier.alias("row"), "error")
             .select("row.*", f.col("error").alias("_error"))
         )
 

@@ -186,6 +186,21 @@ def test_bad_rows_are_rejected_with_a_reason_and_other_rows_are_sent(spark: Any)
         assert row.error == "no due time, or none that can be read"
 
 
+def test_rejected_rows_may_be_sent_again_with_their_reason(
+    spark: Any, make_app: Callable[..., str]
+) -> None:
+    df = spark.sql("select 7 as number, null as wait, 'earlier' as _Error")
+    again = FanOut(
+        df.selectExpr("number", "double(wait) as wait", "_Error"),
+        app=make_app("amqp://127.0.0.1:1"),
+        task="shop.remind",
+        countdown="wait",
+    )
+    found = again.rejected()
+    assert found.columns == ["number", "wait", "_error"]
+    assert found.first()._error == "no due time, or none that can be read"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

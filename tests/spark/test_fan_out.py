@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +13,7 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 from time import time_ns
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +25,7 @@ from pyspark.sql import functions as f
 
 from celery_native_delay import Delay, FanOutFailed, InvalidFanOut, install
 from celery_native_delay.spark import FanOut, task_id_of
+from celery_native_delay.spark.app import Call, describe
 from celery_native_delay.spark.sending import Receipt, SendJob, send_rows
 from celery_native_delay.testing import private_rabbitmq
 from celery_native_delay.transports import outbox
@@ -122,6 +126,24 @@ def test_a_wrong_app_task_argument_or_queue_is_one_error_before_sending(
     fan_out = FanOut(spark.range(10), countdown=f.lit(5), **defaults | options)
     with pytest.raises(InvalidFanOut, match=message):
         fan_out.send()
+
+
+def test_queues_of_every_kind_of_route_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = install(Celery("shop", broker="redis://127.0.0.1:1", set_as_current=False))
+    app.conf.task_routes = (
+        {"shop.*": "reminders", "bill.*": {"queue": "bills"}, re.compile("x"): {"queue": "xs"}},
+        {"mail.send": "mails", "mail.open": {"priority": 3}},
+        [("hook.*", {"queue": "hooks"})],
+        lambda name, *_, **__: None,
+    )
+
+    @app.task(name="shop.remind", shared=False)
+    def remind() -> None: ...
+
+    monkeypatch.setitem(sys.modules, "routed_shop", SimpleNamespace(app=app))
+    facts = describe(Call("routed_shop:app", "shop.remind", 0, (), check_task=True))
+    assert facts.route == "reminders"
+    assert set(facts.queues) == {"celery", "reminders", "bills", "xs", "mails", "hooks"}
 
 
 def test_unknown_tasks_and_queues_are_allowed_without_checks(
