@@ -23,7 +23,7 @@ from ..transports.aliases import OPTION, register_transports
 from .delay import Delay
 from .installation import PREFIX, Installation, checked_app, installation_of, keep_celerys_own_off
 from .keyed import send_declared
-from .retrying import task_from_fun, teach_tasks
+from .retrying import register_task, task_from_fun, teach_tasks
 
 logger = get_logger(__name__)
 
@@ -68,6 +68,7 @@ def install(app: App, **settings: Unpack[InstallKeywords]) -> App:
         real._connection = installation.connection
         real.send_task = installation.send_task
         real._task_from_fun = partial(task_from_fun, installation)
+        real.register_task = partial(register_task, installation)
         drop_pools(real)
         from . import beat  # noqa: F401  connects its signal
     elif installation.keywords | settings != installation.keywords:

@@ -70,6 +70,7 @@ class Installation:
         #: The ``send_task`` that the app object had before ``install``; None if only its class had.
         self.earlier_send_task = vars(app).get("send_task")
         self._earlier_task_from_fun = vars(app).get("_task_from_fun")
+        self._earlier_register_task = vars(app).get("register_task")
         self._connected_delays: bool | None = None
         #: True if tasks can go into the store while the broker is away; None before a connection.
         self._writes_alone: bool | None = None
@@ -241,6 +242,11 @@ class Installation:
         """Make a task by the ``_task_from_fun`` that ``install`` replaces."""
         make = self._earlier_task_from_fun or partial(type(self.app)._task_from_fun, self.app)
         return make(*args, **options)
+
+    def register_task(self, *args: Any, **options: Any) -> Any:
+        """Register a task by the ``register_task`` that ``install`` replaces."""
+        register = self._earlier_register_task or partial(type(self.app).register_task, self.app)
+        return register(*args, **options)
 
     def _settings_or_error(self) -> DelaySettings | SettingsError:
         try:

@@ -35,6 +35,13 @@ def task_from_fun(installation: Installation, *args: Any, **options: Any) -> Any
     return task
 
 
+def register_task(installation: Installation, *args: Any, **options: Any) -> Any:
+    """Register a task of a class that may raise RetryAfter. Replaces ``app.register_task``."""
+    task = installation.register_task(*args, **options)
+    teach_tasks(installation)  # a subclass of Celery may return nothing
+    return task
+
+
 def teach_tasks(installation: Installation, **_: Any) -> None:
     """Teach the app's tasks RetryAfter, even tasks that were made before ``install``."""
     for task in list(installation.app._tasks.values()):  # app.tasks would finalize the app

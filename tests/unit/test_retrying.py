@@ -157,6 +157,22 @@ def test_in_eager_mode_the_task_is_retried_at_once_and_the_retries_count(older: 
         assert len(calls) == 6
 
 
+def test_a_task_of_a_class_may_raise_it_whenever_it_is_registered() -> None:
+    """No worker starts in this process, and would teach it."""
+    app = install(Celery("shop", broker="memory://", set_as_current=False))
+    app.finalize()
+
+    class CallApi(Task):  # type: ignore[misc]
+        name = "call_api"
+
+        def run(self, refusals: int) -> int:
+            if self.request.retries < refusals:
+                raise RetryAfter(30)
+            return int(self.request.retries)
+
+    assert app.register_task(CallApi()).apply((2,)).get() == 2
+
+
 def test_while_the_package_is_off_it_is_an_ordinary_failure() -> None:
     app = install(Celery("shop", broker="memory://", set_as_current=False), enabled=False)
     calls: list[str] = []
