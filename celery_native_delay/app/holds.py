@@ -45,6 +45,9 @@ T = TypeVar("T")
 #: Seconds after which every worker has read a change of the holds.
 TAKEN_UP_SECONDS = 5.0
 
+#: How often this process has changed holds: the test clock reads them after each change.
+changes = 0
+
 #: The most tasks that are counted for a hold with an end, whose due times are those of others, too.
 _COUNTED = 10_000
 
@@ -205,7 +208,7 @@ class HoldCalls:
 
         *is_held_again*: workers hold them again at once, perhaps in the same range.
         """
-        if now.stopped_at_ns is None:  # no test clock, which reads the holds before each task
+        if now.stopped_at_ns is None:  # no test clock, which reads the holds at once
             sleep(TAKEN_UP_SECONDS)  # until then, workers hold the tasks again
         ranges = self._ranges(hold)
         in_all = sum(map(self._count, ranges))
@@ -287,6 +290,8 @@ class HoldCalls:
             holds, answer = decide(holds, seen.now_us)
             return Change(encoded(holds), seen.now_us + KEPT_US, answer)
 
+        global changes
+        changes += 1
         return ask_broker(self._app, lambda *asked: schedule_records(*asked).change(RECORD, change))
 
 

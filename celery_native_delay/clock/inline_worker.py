@@ -16,6 +16,7 @@ from celery.exceptions import TaskRevokedError
 from celery.worker import state
 from celery.worker.consumer import Consumer
 
+from ..app import holds
 from ..now import time_ns
 from ..transports.interface import Promoter, Wait
 from ..worker.attendant import Attendant, Task
@@ -86,6 +87,7 @@ class InlineWorker:
 
     def deliver_due(self) -> None:
         """Run the due timer calls, and move due messages to their queues."""
+        self.holding.look()  # a task may have held others
         self.timer.run_due()
         self.promoter.publish_due()
 
@@ -184,10 +186,13 @@ class InlineScheduling(Scheduling):
 
 
 class InlineHolding(Holding):
-    """Reads the holds when the test clock is about to run tasks."""
+    """Reads the holds after each change by the test or by one of its tasks."""
+
+    _changes = 0
 
     def look(self) -> None:
-        if self._state is not None:
+        if self._state is not None and self._changes != holds.changes:
+            self._changes = holds.changes
             self._read(lambda look: look())
 
 

@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import celery._state
+from celery.app import backends
 from celery.backends.base import DisabledBackend
 from celery.backends.cache import CacheBackend
 from celery.states import PENDING
@@ -56,6 +57,7 @@ def in_memory(app: Any, installation: Installation) -> Iterator[None]:
 def _settings(app: Any, installation: Installation, store: str) -> Iterator[None]:
     app.conf.get("broker_url")  # loads a pending configuration
     conf, overlay, keywords = app.conf, dict(_CELERY), installation.keywords
+    changes = dict(conf.changes)
     namespace = installation.settings().namespace
     conf.maps.insert(0, overlay)
     installation.test_broker = "memory://localhost"
@@ -71,8 +73,10 @@ def _settings(app: Any, installation: Installation, store: str) -> Iterator[None
     finally:
         _close_pools(app)
         forget_store(store, namespace)
-        installation.keywords = keywords
+        installation.keywords, installation.keys = keywords, None
         installation.test_broker = None
+        conf.changes.clear()  # the test may have called install()
+        conf.changes.update(changes)
         conf.maps[:] = [mapping for mapping in conf.maps if mapping is not overlay]
         drop_pools(app)
 
@@ -111,7 +115,9 @@ class _Results(CacheBackend):  # type: ignore[misc]
 def _results(app: Any) -> Iterator[None]:
     """Replace the app's result backend, if any, by an in-memory backend within the block."""
     earlier = app._backend_cache
-    if not isinstance(app.backend, DisabledBackend):
+    # Not app.backend: a new backend in a database connects to it.
+    own, _ = backends.by_url(app.backend_cls or app.conf.result_backend, app.loader)
+    if not issubclass(own, DisabledBackend):
         app._backend_cache = _Results(app=app, url="memory://")
     try:
         yield

@@ -16,7 +16,17 @@ from kombu.transport import memory
 from sqlalchemy import create_engine
 from sqlalchemy.orm import Session
 
-from celery_native_delay import Delay, Rate, SettingsError, Verdict, in_transaction, install, now
+from celery_native_delay import (
+    Delay,
+    Rate,
+    SettingsError,
+    Unique,
+    Verdict,
+    in_transaction,
+    install,
+    now,
+)
+from celery_native_delay.app.installation import installed
 from celery_native_delay.clock import Clock, StillWaiting
 from celery_native_delay.clock import clock as clock_module
 from celery_native_delay.worker import in_time
@@ -178,6 +188,22 @@ def test_concurrent_tasks_give_their_locks_back_on_the_clock(app: Celery, ran: l
     assert [(at - start) // timedelta(minutes=30) for at in ran] == [0, 1, 2, 3]
 
 
+def test_a_hold_by_a_task_counts_for_the_tasks_after_it(
+    app: Celery, clock: Clock, ran: list[Any]
+) -> None:
+    @app.task(name="break")
+    def break_() -> None:
+        Delay(app).hold("note", seconds=3 * 3600)
+
+    send(app, "break", countdown=60)
+    for hour in range(5):
+        send(app, "note", hour, countdown=hour * 3600)
+    clock.advance(hours=3)
+    assert ran == [0]
+    clock.advance(hours=1)
+    assert ran == [0, 1, 2, 3, 4]
+
+
 def test_schedule_entries_run_on_the_clock(app: Celery, ran: list[Any]) -> None:
     """Each run publishes the next one, which the clock meets on its way."""
     app.conf.beat_schedule = {
@@ -323,6 +349,33 @@ def test_the_app_is_afterwards_as_it_was(app: Celery, ran: list[Any]) -> None:
         assert "now" not in vars(app)
     assert app.tasks["note"].delay("eager").get() == "eager"
     assert ran == ["eager"]
+
+
+def test_settings_of_a_test_end_with_its_clock(app: Celery) -> None:
+    """Those of install(), too: it writes the clock's store into the configuration."""
+    app.conf.native_delay_store = "sqlite:////nowhere/shop.db"
+    settings, conf = installed(app).settings(), dict(app.conf)
+    with Clock(app):
+        install(app, rates={"note": "1/s"}, keys={"note": Unique(key="what")})
+        app.conf.task_default_queue = "another"
+    assert installed(app).settings() == settings
+    assert dict(app.conf) == conf
+    assert installed(app).declared_key("note", None) is None
+
+
+def test_the_own_result_backend_is_not_opened() -> None:
+    """A new backend in a database connects to it, and creates its tables."""
+    backend = "db+sqlite:////nowhere/results.db"
+    app = install(Celery("shop", broker=UNREACHABLE, backend=backend, set_as_current=False))
+
+    @app.task(name="echo", shared=False)
+    def echo(what: int) -> int:
+        return what
+
+    with Clock(app) as clock:
+        result = echo.delay(7)
+        clock.advance()
+        assert result.get() == 7
 
 
 def test_a_test_may_use_the_task_ids_of_an_earlier_test(app: Celery, ran: list[Any]) -> None:
