@@ -53,15 +53,26 @@ def scheduler_class(app: Any) -> Any:
 
 
 def _reading_all(kind: Any) -> Any:
-    """Return a subclass of a django-celery-beat scheduler that reads all enabled entries.
+    """Return a subclass of a scheduler with a database that reads all enabled entries in time.
 
-    The scheduler of django-celery-beat 2.8 or later reads only crontabs for the hours near now.
+    The scheduler of django-celery-beat 2.8 or later reads only crontabs for the hours near now. It
+    and that of sqlalchemy-celery-beat miss the first change of all, and each change before their
+    second look, for five minutes.
     """
-    if not hasattr(kind, "enabled_models_qs"):
-        return kind
-    return type(
-        kind.__name__, (kind,), {"enabled_models_qs": lambda self: self.Model.objects.enabled()}
-    )
+    own: dict[str, Any] = {}
+    if hasattr(kind, "enabled_models_qs"):
+        own["enabled_models_qs"] = lambda self: self.Model.objects.enabled()
+    if hasattr(kind, "schedule_changed"):
+
+        def schedule_changed(self: Any) -> bool:
+            is_known = getattr(self, "_last_timestamp", None) is not None
+            is_changed = bool(kind.schedule_changed(self))
+            return is_changed or (
+                not is_known and getattr(self, "_last_timestamp", None) is not None
+            )
+
+        own["schedule_changed"] = schedule_changed
+    return type(kind.__name__, (kind,), own) if own else kind
 
 
 class SettingsScheduler(Scheduler):  # type: ignore[misc]

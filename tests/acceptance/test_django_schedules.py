@@ -133,6 +133,16 @@ def test_an_entry_that_another_process_makes_runs_and_is_counted(site: Site) -> 
     wait_until(lambda: site.asks(counted) == (True,))
 
 
+def test_the_first_entry_of_all_is_noticed_at_the_next_look(quiet_site: Site) -> None:
+    """django-celery-beat itself misses it for five minutes."""
+    told = quiet_site.run(
+        "from celery_native_delay.app.beat import scheduler_class\n"
+        "scheduler = scheduler_class(app)(app=app, lazy=False)\n"
+        "print(len(scheduler.schedule))\n" + entry("tick") + "\nprint(*scheduler.schedule)"
+    )
+    assert told.splitlines() == ["0", "tick"]
+
+
 def test_entries_are_imported_from_its_tables(quiet_site: Site) -> None:
     """An app that reads no tables any more takes them over once; what cannot be says why."""
     told = quiet_site.run(
