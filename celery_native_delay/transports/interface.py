@@ -20,7 +20,7 @@ from kombu import Connection
 from ..durations import duration
 from ..errors import NativeDelayError, NoStore
 from ..finding import Finding
-from ..message import Delayed
+from ..message import HEADER, Delayed
 from ..rates.in_records import RecordedLines
 from ..settings import DelaySettings
 
@@ -44,10 +44,14 @@ class Wait:
     in_broker: bool = False
 
     def on(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return *message*, a dict in kombu's format, with the additional :attr:`headers`."""
-        if not self.headers:
-            return message
-        return {**message, "headers": {**(message.get("headers") or {}), **self.headers}}
+        """Return *message*, as kombu received it, with the additional :attr:`headers`.
+
+        It lacks the headers that the worker's checks have removed.
+        """
+        known = {HEADER, *self.message.headers}
+        received = message.get("headers") or {}
+        kept = {name: value for name, value in received.items() if name in known}
+        return {**message, "headers": {**kept, **self.headers}}
 
     @cached_property
     def new_id(self) -> str:

@@ -39,7 +39,9 @@ class Scheduling:
         headers = arrival.fields if arrival.has_headers else {}
         occurrence = occurrence_of(headers)
         if occurrence is None:
-            if headers.get(BEAT_TASK):
+            # An occurrence that waited again, or is retried, comes back without its mark.
+            is_sent_now = arrival.delayed is None and not headers.get("retries")
+            if headers.get(BEAT_TASK) and is_sent_now:
                 # Plain Celery's beat does not send the entry's name.
                 self._note_beat(str(headers.get("periodic_task_name") or arrival.name))
             return None

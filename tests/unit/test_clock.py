@@ -219,6 +219,24 @@ def test_schedule_entries_run_on_the_clock(app: Celery, ran: list[Any]) -> None:
     assert (ran.count("night"), ran.count("six")) == (6, 20)
 
 
+@pytest.mark.parametrize("waits", ["for its rate", "for a release"])
+def test_a_run_of_an_entry_that_waits_again_runs_and_is_not_taken_for_one_of_beat(
+    app: Celery, ran: list[Any], waits: str
+) -> None:
+    app.conf.beat_schedule = {"often": {"task": "note", "schedule": 600, "args": ["often"]}}
+    install(app, schedules=True, rates={"note": "3/h" if waits == "for its rate" else "100/s"})
+    with Clock(app) as clock:
+        delay = Delay(app)
+        if waits == "for a release":
+            delay.hold("note")
+            clock.advance(hours=2)
+            assert ran == []
+            delay.release("note")
+        clock.advance(hours=2)
+        assert len(ran) == (24 if waits == "for a release" else 6)
+        assert delay.schedules().beat() is None
+
+
 def test_a_thousand_tasks_of_three_months_run_within_seconds(
     app: Celery, clock: Clock, ran: list[Any]
 ) -> None:
