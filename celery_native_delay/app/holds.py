@@ -168,7 +168,7 @@ class HoldCalls:
 
         hold = self._write(begun)
         if hold is None:
-            named = [each for each in self.holds() if wanted.name in (each.name, each.task)]
+            named = [each for each in self.holds() if each.name == wanted.name]
             if any(each.mode == "RetryAfter" for each in named):
                 return self.end_pause(wanted.task, key)
             if not named:
@@ -176,7 +176,12 @@ class HoldCalls:
                 raise InvalidQuery(f"expected the name of a hold ({names}), got {wanted.name!r}")
             hold = wanted
         done = self._let_go(hold, spacing_us, progress)
-        self._write(lambda holds, _: ([each for each in holds if each.name != hold.name], None))
+
+        def ended(holds: list[Hold], _: int) -> tuple[list[Hold], None]:
+            # One that somebody made meanwhile, under the same name, stays.
+            return [each for each in holds if each.name != hold.name or each.stops], None
+
+        self._write(ended)
         return done
 
     # --- private -------------------------------------------------------------------------

@@ -134,7 +134,9 @@ class Holding:
         assert state is not None
         asked_at = monotonic()
         try:
-            holds = tuple(decoded(within(lambda: state.load([RECORD]))[0]))
+            found = decoded(within(lambda: state.load([RECORD]))[0])
+            # What somebody holds must not be lost by a drop of others, such as of `shop.*`.
+            holds = tuple(sorted(found, key=lambda hold: hold.mode == "drop"))
         except Exception as exc:  # of any driver
             if not self._is_away:
                 logger.warning(

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 from celery import Celery
 
-from celery_native_delay import Delay, Rate, install
+from celery_native_delay import Delay, Rate, RetryAfter, install
 from celery_native_delay.app import holds
 from celery_native_delay.app.holds import TAKEN_UP_SECONDS, HoldCalls
 from celery_native_delay.clock import Clock
@@ -97,11 +97,16 @@ class Shop:
 @pytest.fixture
 def shop() -> Iterator[Shop]:
     app = Celery("shop", broker="memory://", backend="cache+memory://", set_as_current=False)
-    install(app, rates={"shop.pay": Rate("1000/s", key="tenant")})
+    its = Rate("1000/s", key="tenant")
+    install(app, rates={"shop.pay": its, "shop.call_api": its})
 
     @app.task(name="shop.pay", shared=False)
     def pay(tenant: str, number: int) -> None:
         shop.ran.append(number)
+
+    @app.task(name="shop.call_api", shared=False)
+    def call_api(tenant: str) -> None:
+        raise RetryAfter(3600)
 
     @app.task(name="other", shared=False)
     def other() -> None:
@@ -145,6 +150,36 @@ def test_a_hold_stops_only_the_tasks_that_fit(
     shop.delay.hold("shop.pay", **{option: stops})
     shop.pay()
     assert shop.ran == [0]
+
+
+def test_what_somebody_holds_is_not_lost_by_a_drop_of_others(shop: Shop) -> None:
+    shop.delay.drop("shop.*")
+    shop.delay.hold("shop.pay")
+    result = shop.pay(1)
+    assert result.state == "PENDING"
+    shop.delay.release("shop.*")
+    shop.delay.release("shop.pay")
+    shop.clock.run_all()
+    assert shop.ran == [1]
+
+
+def test_a_release_does_not_end_a_hold_that_was_made_meanwhile(shop: Shop) -> None:
+    shop.delay.hold("shop.pay", by="ada")
+    shop.pay(1)
+    shop.delay.release("shop.pay", progress=lambda *_: shop.delay.hold("shop.pay", by="bob"))
+    assert [(hold.mode, hold.by) for hold in shop.delay.holds()] == [("hold", "bob")]
+    shop.clock.advance(days=1)
+    assert shop.ran == []
+
+
+def test_the_pause_of_another_key_is_not_released(shop: Shop) -> None:
+    shop.app.send_task("shop.call_api", ("acme",))
+    shop.clock.advance(minutes=1)
+    with pytest.raises(InvalidQuery, match=r"\(shop.call_api --key acme\), got 'shop.call_api'"):
+        shop.delay.release("shop.call_api")
+    assert [line.key for line in shop.delay.rates()] == ["acme"]
+    assert shop.delay.release("shop.call_api", key="acme") == 1
+    assert shop.delay.holds() == []
 
 
 def test_a_cancelled_task_is_not_held(shop: Shop) -> None:
