@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,9 @@ _SEARCHED = ("id", "name", "args", "kwargs", "key", "queue", "root_id", "exchang
 #: A word of a search. It may contain quotes, and spaces between quotes.
 _WORD = re.compile(r"""\s*((?:\\["\\]|"(?:\\["\\]|\\(?!["\\])|[^"\\])*"|\\(?!["\\])|[^\s"\\])+)""")
 _QUOTED = re.compile(r'\\(["\\])|"')
+
+#: The errors of ``ast.literal_eval``.
+_UNREADABLE = (ValueError, TypeError, SyntaxError, MemoryError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,8 @@ class Word:
         """A lower-case text that every matching task contains in lower or upper case."""
         if not self._is_pair:
             return self.value.lower()
-        return max((part.strip() for part in self.value.lower().split("=", 1)), key=len)
+        parts = [part.strip() for part in self.value.lower().split("=", 1)]
+        return max((part for part in parts if "'" not in part), key=len, default="")  # Celery's \'
 
     @property
     def _is_pair(self) -> bool:
@@ -105,8 +110,30 @@ def _pairs(kwargs: str) -> set[tuple[str, str]]:
         found = ast.literal_eval(kwargs)
         pairs = found.items() if isinstance(found, dict) else ()
         return {(_text(key), _text(value)) for key, value in pairs}
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        return set()
+    except _UNREADABLE:  # such as a datetime, a line break, or a text that Celery has cut
+        return {_pair(*item.split(":", 1)) for item in _items(kwargs) if ":" in item}
+
+
+def _items(kwargs: str) -> Iterator[str]:
+    """Cut the repr of a dict at the commas between its items."""
+    begin, depth, quote = 1, 0, ""
+    for at, char in enumerate(kwargs):
+        if quote:
+            quote = "" if char == quote and kwargs[at - 1] != "\\" else quote
+        elif char in "'\"":
+            quote = char
+        else:
+            depth += (char in "([{") - (char in ")]}")
+            if (char == "," and depth == 1) or not depth:
+                yield kwargs[begin:at]
+                begin = at + 1
+
+
+def _pair(name: str, value: str) -> tuple[str, str]:
+    try:
+        return _text(ast.literal_eval(name.strip())), _text(ast.literal_eval(value.strip()))
+    except _UNREADABLE:
+        return name.strip(" '").lower(), value.strip(" '").lower()
 
 
 def _text(value: object) -> str:

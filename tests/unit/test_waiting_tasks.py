@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
+from decimal import Decimal
 from itertools import pairwise
 from typing import Any
+from uuid import UUID
 
 import pytest
+from celery.utils.saferepr import saferepr
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -50,6 +54,29 @@ FINDS_NOT = [
 def test_a_search_finds_tasks_that_have_all_its_words() -> None:
     found = [search for search in (*FINDS, *FINDS_NOT) if Query.parse(search).matches(task())]
     assert found == FINDS
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {"text": "two\nlines"},
+        {"text": "O'Brien, 'order': 8, {[("},
+        {"when": datetime(2026, 11, 23), "of": UUID(int=7), "price": Decimal("1.5")},
+        {"at": {"a": [datetime(2026, 11, 23), ("(", "]")]}},
+    ],
+)
+def test_a_pair_is_found_beside_arguments_of_any_kind(others: dict[str, Any]) -> None:
+    for kwargs in ({"order": 7, **others}, {**others, "order": 7}):
+        told = saferepr(kwargs, 1024)
+        for search, matches in (("order=7", True), ("order=8", False), ("a=1", False)):
+            assert Query.parse(f"kwargs:{search}").matches(task(kwargs=told)) is matches
+
+
+def test_a_pair_is_found_before_an_argument_that_celery_has_cut() -> None:
+    told = saferepr({"order": 7, "name": "O'Brien", "text": "long" * 1000}, 1024)
+    query = Query.parse("kwargs:name=O'Brien kwargs:order=7")
+    assert query.matches(task(kwargs=told))
+    assert query.needle.upper() in told.upper()
 
 
 @pytest.mark.parametrize("kwargs", ["{'a': {[1]}}", "{'a': 0x" + "f" * 4000 + "}", "{", "7"])
