@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from datetime import datetime, time, timedelta
+from datetime import UTC, datetime, time, timedelta
 from decimal import Decimal
 
 from .errors import InvalidDueTime
@@ -75,7 +75,8 @@ def moment_of(text: str, now: datetime) -> datetime:
         InvalidDueTime: for any other text, and for a time too far away.
     """
     try:
-        return now + timedelta(seconds=seconds_of(text))
+        then = now.astimezone(UTC) + timedelta(seconds=seconds_of(text))
+        return then.astimezone(now.tzinfo)  # the clocks may change in between
     except OverflowError:
         raise InvalidDueTime(f"{text} from now is too far away") from None
     except InvalidDueTime:
