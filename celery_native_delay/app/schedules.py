@@ -545,8 +545,14 @@ class Schedules:
                 f"expected a schedule and arguments that JSON can hold, for the entry "
                 f"{entry.name!r}: otherwise put it into beat_schedule"
             )
-        if entry.next_us(time_ns() // 1000) is None:
-            raise SettingsError(f"expected a schedule that is due some day, got {entry.words!r}")
+        try:
+            next_us, why_none = entry.next_us(time_ns() // 1000), ""
+        except (TypeError, ValueError, OverflowError) as exc:  # such as a countdown of "5"
+            next_us, why_none = None, f", countdown {entry.options.get('countdown')!r}: {exc}"
+        if next_us is None:
+            raise SettingsError(
+                f"expected a schedule that is due some day, got {entry.words!r}{why_none}"
+            )
 
     def _states(self, names: tuple[str, ...]) -> Iterator[tuple[str, State | None]]:
         found = self._ask(lambda records: records.load([self._name(name) for name in names]))

@@ -10,6 +10,7 @@ from functools import cached_property, partial
 from typing import Any
 from zoneinfo import ZoneInfo
 
+from celery.exceptions import ImproperlyConfigured
 from celery.schedules import ParseException, crontab, schedule, solar
 from kombu.utils.json import dumps, loads
 
@@ -126,8 +127,10 @@ def parsed(text: str) -> tuple[Any, tzinfo | None]:
         elif len(fields) in (5, 6):
             minute, hour, day, month, weekday, *zone = fields
             return crontab(minute, hour, weekday, day, month), ZoneInfo(*zone) if zone else None
-    except (ParseException, InvalidDueTime, ValueError, LookupError, OSError):
+    except (ParseException, InvalidDueTime, ValueError, OverflowError, LookupError, OSError):
         pass
+    except ImproperlyConfigured as exc:  # the package ephem is missing
+        raise SettingsError(f"expected what {text!r} needs: {exc}") from exc
     raise SettingsError(
         "expected a schedule such as 'every 10 s', '30 2 * * *' (cron), '30 2 * * * Europe/Berlin' "
         f"or 'sunset at 52.5, 13.4', got {text!r}"

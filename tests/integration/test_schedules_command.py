@@ -111,6 +111,8 @@ def test_entries_are_added_changed_and_removed_at_run_time(
             (("add", "often", "shop.tick", "every 1 s"), "change or remove this entry"),
             (("add", "tick", "shop.tick", "every 1 s"), "the app's code has this entry"),
             (("add", "new", "shop.tick", "now and then"), "'every 10 s', '30 2 * * *'"),
+            (("add", "new", "shop.tick", "every 300000000000 s"), "that is due some day"),
+            (("add", "new", *every[:2], "--options", '{"countdown": "5"}'), "countdown '5'"),
             (("change", "tick", "--task", "shop.note"), "change beat_schedule"),
             (("remove", "tick", "--yes"), "change beat_schedule"),
             (("change", "unknown", "--task", "x"), "known: nightly, often, report, tick"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -199,9 +200,18 @@ def test_a_schedule_is_told_in_words_which_can_be_parsed(of: Any, words: str) ->
 
 
 def test_the_error_for_a_wrong_schedule_shows_examples() -> None:
-    for text in ("", "every 0", "* * * *", "61 * * * *", "* * * * * Mars/Base", "x at 1"):
+    wrong = ("", "every 0", "every 1e15", "* * * *", "61 * * * *", "* * * * * Mars/Base", "x at 1")
+    for text in wrong:
         with pytest.raises(SettingsError, match="such as 'every 10 s'"):
             parsed(text)
+
+
+def test_a_solar_schedule_without_its_package_is_a_clear_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "ephem", None)
+    with pytest.raises(SettingsError, match="needs: "):
+        parsed("sunset at 52.5, 13.4")
 
 
 # ---- the chain -----------------------------------------------------------------------------------
