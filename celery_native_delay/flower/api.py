@@ -222,8 +222,10 @@ class ChangeHolds(ApiHandler):
     def _user(self) -> str:
         if isinstance(self.current_user, str | bytes):  # of OAuth
             return escape.to_unicode(self.current_user)
-        login = self.request.headers.get("Authorization", "").partition(" ")[2]
-        return b64decode(login).decode().partition(":")[0] or "Flower"
+        kind, _, login = self.request.headers.get("Authorization", "").partition(" ")
+        is_basic = kind.lower() == "basic"  # a proxy may send another one, such as a token
+        user = b64decode(login).decode(errors="replace") if is_basic else ""
+        return user.partition(":")[0] or "Flower"
 
 
 class ChangeParked(ApiHandler):

@@ -225,6 +225,8 @@ def test_without_a_password_and_read_only_nothing_can_be_changed(flowers: Flower
     assert everybody.json(requeue, {})["still_parked"] == 0
     done = everybody.json(many, {"ids": [task_id, "task-1", "unknown"]})
     assert [each["verdict"] for each in done["outcomes"]] == ["done", "done", "unknown"]
+    by_proxy = {"Authorization": "Bearer e30.not-base64"}
+    assert everybody.json("/api/delays/hold", {"task": "shop.*"}, **by_proxy)["by"] == "Flower"
 
 
 @pytest.mark.ci
