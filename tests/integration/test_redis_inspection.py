@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from celery_native_delay.testing import PrivateRedis
-from celery_native_delay.transports.redis import moving
+from celery_native_delay.transports.redis import parts
 from celery_native_delay.transports.redis.parts import RedisAdminPart
 from tests.integration.project import APP, Project
 from tests.integration.redis_traffic import delaying, store_of
@@ -131,6 +131,6 @@ def test_a_lost_message_does_not_stop_migrate(connection: Any) -> None:
     store = store_of(connection)
     first = store.client.zrange(store.keys.due, 0, 0)[0]
     store.client.hdel(store.keys.messages, first)
-    source = moving.RedisSource(connection.default_channel)
+    source = parts.RedisSource(connection.default_channel)
     assert [source.done() for _ in source.found()] == [True] * 5
     assert store.census().waiting == 1
