@@ -273,7 +273,7 @@ def _stored(
     else:
         here = store_of(replace(settings, store=name), place)
     others = [each for each in (here, *here.others()) if not _is_same(each, own)]
-    full = {each.place: StoreSource(each) for each in others if each.census().waiting}
+    full = {each.place: _source_of(each) for each in others if each.census().waiting}
     # A broker that cannot delay has no place in its store.
     wanted = (place, "") if vhost is None else (vhost,)
     found: list[Source] = [full[each] for each in wanted if each in full]
@@ -284,6 +284,11 @@ def _stored(
     elif not found and vhost is None and _is_same(here, own):
         reason = f"{here.where} is the app's own store: use --from broker"
     return found, reason
+
+
+def _source_of(store: Store) -> StoreSource:
+    store.release()  # rows of a dispatcher that died
+    return StoreSource(store)
 
 
 def _is_same(one: Store, other: Store | None) -> bool:
@@ -392,7 +397,7 @@ def leaving(
     if not hasattr(channel, "moving_part"):
         return None, ()
     part: MovingPart = channel.moving_part(settings)
-    sources: list[Source] = [] if channel.store is None else [StoreSource(channel.store)]
+    sources: list[Source] = [] if channel.store is None else [_source_of(channel.store)]
     with suppress(UnsupportedBroker):
         sources += part.own_sources()
     state = channel.state_of_revoked()

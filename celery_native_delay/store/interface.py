@@ -120,7 +120,7 @@ class Refusal(NamedTuple):
 
 
 class Census(NamedTuple):
-    """Counts of the rows at one moment.
+    """Counts of the rows at one moment. Rows whose lease has ended wait.
 
     - *until_first_us*: microseconds until the first due time, negative if overdue; None if no row
       waits.

@@ -197,8 +197,8 @@ return found
 )
 
 #: Returns the time, the numbers of waiting, taken, parked and overdue rows, the first due time, and
-#: the number of entries without a row. It is a script because Redis refuses even reading
-#: transactions while maxmemory is reached.
+#: the number of entries without a row. Rows whose lease has ended wait. It is a script because
+#: Redis refuses even reading transactions while maxmemory is reached.
 _CENSUS = (
     ROWS
     + """
@@ -206,8 +206,11 @@ local at = string.format('%.0f', now)
 local first = call('ZRANGE', due, 0, 0, 'WITHSCORES')[2] or ''
 local waits, held, refused = call('ZCARD', due), call('ZCARD', taken), call('ZCARD', parked)
 local rows = waits + held + refused + call('ZCARD', cancelled)
+local lapsed = call('ZCOUNT', taken, '-inf', at)
+local late = call('ZCOUNT', due, '-inf', at) + lapsed
+if lapsed > 0 and late == lapsed then first = call('ZRANGE', taken, 0, 0, 'WITHSCORES')[2] end
 return {
-    at, waits, held, refused, call('ZCOUNT', due, '-inf', at), first, call('HLEN', messages) - rows,
+    at, waits + lapsed, held - lapsed, refused, late, first, call('HLEN', messages) - rows,
 }
 """
 )

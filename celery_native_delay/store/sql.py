@@ -314,19 +314,23 @@ class SqlStore(Database, Store):
 
     def census(self) -> Census:
         counts = select(_ROW.state, func.count()).where(_MINE).group_by(_ROW.state)
-        late = select(func.count()).where(_MINE, _WAITS, _ROW.next_us <= bindparam("until"))
+        is_late = _ROW.state.in_((WAITING, TAKEN)), _ROW.next_us <= bindparam("until")
+        late = select(_ROW.state, func.count(), func.min(_ROW.next_us)).where(_MINE, *is_late)
+        late = late.group_by(_ROW.state)
 
         def counted(connection: Connection) -> Census:
             at_us = now_us(connection)
             found: dict[int, int] = dict(connection.execute(counts, self._mine).all())
             _, first_us = connection.execute(_FIRSTS, self._mine).one()
-            overdue = connection.execute(late, self._mine | {"until": at_us}).scalar()
+            overdue = connection.execute(late, self._mine | {"until": at_us}).all()
+            lapsed = sum(count for state, count, _ in overdue if state == TAKEN)
+            firsts = [us for us in (first_us, *(us for _, _, us in overdue)) if us is not None]
             return Census(
-                found.get(WAITING, 0),
-                found.get(TAKEN, 0) + found.get(CANCELLED_AND_TAKEN, 0),
+                found.get(WAITING, 0) + lapsed,
+                found.get(TAKEN, 0) - lapsed + found.get(CANCELLED_AND_TAKEN, 0),
                 found.get(PARKED, 0),
-                int(overdue or 0),
-                None if first_us is None else int(first_us) - at_us,
+                sum(count for _, count, _ in overdue),
+                min(firsts) - at_us if firsts else None,
                 False,
             )
 

@@ -106,11 +106,11 @@ def parked_finding(number: int, why: str) -> Finding:
 
 
 def refuse_waiting(name: str, census: Any) -> None:
-    """Raise NativeDelayError if messages wait or are parked."""
-    if census.waiting or census.parked:
+    """Raise NativeDelayError if messages wait, are being published, or are parked."""
+    waiting = census.waiting + census.taken
+    if waiting or census.parked:
         raise NativeDelayError(
-            f"{name}: {census.waiting} message(s) wait and {census.parked} are parked: run this "
-            f"again"
+            f"{name}: {waiting} message(s) wait and {census.parked} are parked: run this again"
         )
 
 

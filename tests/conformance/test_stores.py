@@ -22,7 +22,7 @@ from redis.connection import AbstractConnection
 from sqlalchemy import create_engine, event, inspect, text
 
 from celery_native_delay import Query, Rate, Verdict
-from celery_native_delay.errors import StoreUnavailable
+from celery_native_delay.errors import NativeDelayError, StoreUnavailable
 from celery_native_delay.finding import WRONG
 from celery_native_delay.rates.line import Asked, Turn
 from celery_native_delay.records.cancelled import note_cancelled, was_cancelled
@@ -41,6 +41,7 @@ from celery_native_delay.store.interface import (
 )
 from celery_native_delay.store.opened import store_at
 from celery_native_delay.testing import private_redis, require_redis
+from celery_native_delay.transports.status import refuse_waiting
 from pytest_celery_native_delay import installed
 from tests.brokers import in_ci
 from tests.conformance.brokers import running_database
@@ -276,7 +277,12 @@ def test_rows_of_a_dispatcher_that_died_are_due_when_its_lease_ends(
     dead = store.take()
     assert listed(store) == []
     assert store.release() == 0
-    wait_until(lambda: store.release() > 0)
+    assert store.census()[:2] == (0, 1)
+    with pytest.raises(NativeDelayError, match="1 message"):  # `delay uninstall` deletes no row
+        refuse_waiting(store.where, store.census())
+    wait_until(lambda: store.census().waiting > 0)
+    assert store.census()[:4] == (1, 0, 0, 1)
+    assert store.release() == 1
     assert listed(store) == ["order-1"]
     assert dispatched(store) == ["order-1"]
     store.settle(dead, dead.rows, ())
