@@ -405,5 +405,6 @@ _SEND_TASK = ("name", "args", "kwargs", "countdown", "eta", "task_id")
 
 def _is_retry(options: Mapping[str, Any]) -> bool:
     """Return True for a retry of the task that runs: a rollback of the task must not undo it."""
-    task = get_current_task() if options.get("retries") else None
+    # A RetryAfter that does not count has retries=0. Other tasks are sent without this option.
+    task = get_current_task() if options.get("retries") is not None else None
     return task is not None and task.request.id == options.get("task_id")

@@ -20,7 +20,7 @@ from ..rates.retry_after import RETRIED_FOR_SECONDS, RetryAfter
 from ..records.waiting import PLACE
 from .broker import bounded
 from .installation import Installation, delaying_channel
-from .transactions import join_on_commit
+from .transactions import teach_transactions
 
 logger = get_logger(__name__)
 
@@ -56,7 +56,7 @@ def _teach(installation: Installation, task: Any) -> None:
     run = getattr(task, attribute)
     if not hasattr(run, "native_delay_original") and not task.name.startswith("celery."):
         setattr(task, attribute, _retrying(installation, task, run))
-        join_on_commit(installation.app, task)
+        teach_transactions(installation.app, task)
 
 
 def _retrying(installation: Installation, task: Any, run: Callable[..., Any]) -> Callable[..., Any]:

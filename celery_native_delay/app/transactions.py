@@ -66,26 +66,38 @@ def store_of_app(app: Any) -> Store:
     return store
 
 
+def claims(task: Any) -> bool:
+    """Return True if the task is ``once="transaction"``."""
+    return getattr(task, "once", False) == "transaction"
+
+
 def claim(app: Any, store: Store, task: Any) -> None:
-    """Claim the id and retry number of a running task.
+    """Claim the id and retry number of a running task. A task that is called directly has none.
 
     Raises Celery's Ignore if they were claimed before, and CannotDelay if *task* is None.
     """
     if task is None:
         raise CannotDelay("expected in_transaction(…, once=True) in a task that runs")
     installation, request = installation_of(app), task.request
+    if request.called_directly or request.is_eager:
+        return
     settings = DelaySettings() if installation is None else installation.settings()
-    name = RecordName("claim", storable(f"{task.name}:{request.id}:{request.retries}"))
+    one = f"{task.name}:{request.id}:{request.retries}"
+    if nesting := request.get("replaced_task_nesting"):  # its replacement has the same id
+        one += f":{nesting}"
+    name = RecordName("claim", storable(one))
     state: Any = store.state  # of a database, where a transaction is
     if not state.claim(name, kept_us=round(settings.once_days(task.name) * DAY_US)):
         raise Ignore("the task has run already, and it is once")
 
 
-def join_on_commit(app: Any, task: Any) -> None:
-    """Let Celery's ``delay_on_commit`` and ``apply_async_on_commit`` join the open transaction.
+def teach_transactions(app: Any, task: Any) -> None:
+    """Let ``delay_on_commit`` and ``apply_async_on_commit`` join the transaction, not ``replace``.
 
-    Else they send after the commit, and the task is lost if the process dies before.
+    Else they send after the commit, and the task is lost if the process dies before. ``replace``
+    ends the task by an exception, which rolls a transaction of its body back.
     """
+    task.replace = partial(_replace, task, task.replace)
     for name in ("delay", "apply_async"):
         later = getattr(task, f"{name}_on_commit", None)
         if getattr(later, "__module__", None) == "celery.contrib.django.task":  # not the user's own
@@ -99,6 +111,12 @@ def _on_commit(app: Any, send: Callable[..., Any], later: Any, *args: Any, **kwa
         send(*args, **kwargs)
     else:
         later(*args, **kwargs)
+
+
+def _replace(task: Any, replace: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # The transaction of a task that is once="transaction" commits with the replacement.
+    with nullcontext() if claims(task) else joined.outside_transaction():
+        return replace(*args, **kwargs)
 
 
 @contextmanager

@@ -268,22 +268,33 @@ class TransactionRelay(Dispatcher):
         self._one_by_one = Lock()
         self._pauses = Backoff(*_RELAY_PAUSES_SECONDS)
         self._not_before = 0.0
+        #: True after a failure, until workers have published the tasks that were given back.
+        self._is_behind = False
 
     def __call__(self, token: str) -> None:
         """Publish the rows that were taken with *token*.
 
-        For a while after a failure, workers publish them, so that no caller waits for the broker.
+        For a while after a failure, workers publish them, so that no caller waits for the broker,
+        and until they have published the earlier ones, so that none overtakes.
         """
         with self._one_by_one:
             try:
                 self._settle()
                 while (taken := self._store.retake(token)).rows:
-                    if monotonic() < self._not_before:
+                    if monotonic() < self._not_before or self._would_overtake():
                         self._store.settle(taken, (), ())
                         return
                     self._hand_over(taken)
             except BaseException:
                 self._disconnect()
                 self._not_before = monotonic() + self._pauses.failed()
+                self._is_behind = True
                 raise
             self._pauses.reset()
+
+    def _would_overtake(self) -> bool:
+        """Return True while a worker has to publish earlier tasks."""
+        if self._is_behind:
+            census = self._store.census()
+            self._is_behind = census.overdue > 0 and census.promoting
+        return self._is_behind

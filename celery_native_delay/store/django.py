@@ -44,8 +44,8 @@ _DIALECTS = {
 _TRIES = 6
 _PAUSE_SECONDS = 0.05
 
-#: The attribute of Django's connection that keeps the user's transaction.
-_KEPT = "_native_delay_transaction"
+#: The attribute of Django's connection that keeps the user's transaction, by namespace.
+_KEPT = "_native_delay_transactions"
 
 
 #: Connections of the parent process. Freeing them would close them.
@@ -97,12 +97,11 @@ class DjangoStore(SqlStore):
         connection = connections[self.alias]
         if not self._joins or is_outside() or not _is_in_transaction(connection):
             return None
-        kept: UsersTransaction | None = vars(connection).get(_KEPT)
-        if kept is None:
+        kept: dict[str, UsersTransaction] = vars(connection).setdefault(_KEPT, {})
+        if self.namespace not in kept:
             self._check_made()
-            kept = _Atomic(self)
-            setattr(connection, _KEPT, kept)
-        return kept
+            kept[self.namespace] = _Atomic(self)
+        return kept[self.namespace]
 
     @property
     def has_one_transaction(self) -> bool:  # type: ignore[override]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, event
+from sqlalchemy import Connection, event, exc
 from sqlalchemy.orm import Session
 
 from ..errors import CannotDelay
@@ -71,7 +71,13 @@ class SessionTransaction(UsersTransaction):
     def _connection(self) -> Connection:
         found: Connection = self._session
         if isinstance(self._session, Session):
-            found = self._session.connection()
+            try:
+                found = self._session.connection()
+            except exc.MissingGreenlet as error:
+                raise CannotDelay(
+                    "expected a function that `await session.run_sync(function)` calls: only there "
+                    "an AsyncSession can write"
+                ) from error
         return found
 
     def _check(self, dialect: str, table: str) -> None:

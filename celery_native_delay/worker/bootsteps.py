@@ -20,6 +20,7 @@ from ..app.delay import adopt_rates
 from ..app.installation import installation_of, keep_celerys_own_off
 from ..app.retrying import teach_tasks
 from ..app.schedules import schedule_records
+from ..app.transactions import claims
 from ..errors import NativeDelayError, NoStore, SettingsError, StoreUnavailable, described
 from ..message import Delayed
 from ..settings import DelaySettings
@@ -28,7 +29,7 @@ from .attendant import Attendant
 from .gates import Revoked, gates
 from .holding import Holding
 from .in_time import in_time
-from .once import Once, check_claims, claims, let_claim
+from .once import Once, check_claims, let_claim
 from .rating import Rated
 from .scheduling import LeftToBeat, Scheduling
 from .strategies import GatedStrategies, Waker

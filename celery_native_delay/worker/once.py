@@ -14,10 +14,11 @@ from functools import partial, wraps
 from typing import Any
 
 from celery import signals, states
+from celery.exceptions import Ignore
 from celery.worker import state as worker_state
 
 from ..app.installation import installation_of, is_in_clock
-from ..app.transactions import claim, store_of_app
+from ..app.transactions import claim, claims, store_of_app
 from ..durations import DAY_US
 from ..errors import NoStore
 from ..keyed import rules
@@ -119,11 +120,6 @@ def settle(sender: Any = None, state: Any = None, **_: Any) -> None:
 _stores: PerProcess[Any, Store] = PerProcess()
 
 
-def claims(task: Any) -> bool:
-    """Return True if the task is ``once="transaction"``."""
-    return getattr(task, "once", False) == "transaction"
-
-
 def check_claims(app: Any, store: Store) -> None:
     """Raise NoStore if the store cannot hold the transaction of a task, except in a test clock."""
     if not store.has_one_transaction and not is_in_clock(app):
@@ -151,7 +147,11 @@ def _in_one_transaction(app: Any, task: Any) -> Any:
         store = store_of_app(app) if in_clock else _stores.get(app, lambda: store_of_app(app))
         with nullcontext() if in_clock else store.one_transaction():
             claim(app, store, task)
-            return body(*args, **kwargs)
+            try:
+                return body(*args, **kwargs)
+            except Ignore as exc:  # of ``replace``, or of the user: the task has ended
+                ended = exc
+        raise ended
 
     run.native_delay_claims = True  # type: ignore[attr-defined]
     return run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 from celery import Celery, chain, chord, group
+from celery.app.trace import build_tracer
 from celery.contrib.django.task import DjangoTask
 from celery.signals import before_task_publish
 from kombu import Connection
@@ -27,12 +29,14 @@ from sqlalchemy import (
     make_url,
     text,
 )
+from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
 
 from celery_native_delay import (
     CannotDelay,
     Delay,
     NoStore,
+    RetryAfter,
     StoreUnavailable,
     in_transaction,
     install,
@@ -46,6 +50,7 @@ from celery_native_delay.bulk import bulk
 from celery_native_delay.store.dispatcher import TransactionRelay
 from celery_native_delay.store.opened import store_at
 from celery_native_delay.testing import PrivateRabbitMQ
+from celery_native_delay.worker.once import let_claim
 from tests.brokers import in_ci
 from tests.conformance.brokers import running_database
 from tests.traffic import beside
@@ -283,6 +288,76 @@ def test_a_draining_app_sends_at_the_commit_and_delays_nothing(app: Celery, atom
     assert (waiting(app), taken(app)) == ([], 0)
 
 
+def run(task: Any, number: int, **request: Any) -> None:
+    """Run a task as a worker does."""
+    where = {"exchange": "", "routing_key": "orders"}
+    request |= {"id": f"order-{number}", "delivery_info": where}
+    build_tracer(task.name, task, app=task.app)(request["id"], (number,), {}, request)
+
+
+def test_what_follows_a_task_is_sent_although_its_exception_ends_a_transaction(
+    app: Celery, atomic: Any, migrated: Any
+) -> None:
+    """A retry and a replacement. If the task is ``once``, its effects stay with a replacement."""
+
+    @app.task(name="shop.replaced", bind=True)
+    def replaced(self: Any, number: int) -> None:
+        with atomic():
+            self.replace(app.tasks["shop.remind"].s(number))
+
+    @app.task(name="shop.swapped", bind=True, once="transaction")
+    def swapped(self: Any, number: int) -> None:
+        with migrated.cursor() as cursor:
+            cursor.execute(f"INSERT INTO orders (number) VALUES ({number})")
+        again = self if not self.request.get("replaced_task_nesting") else app.tasks["shop.remind"]
+        self.replace(again.s(number))
+
+    @app.task(name="shop.refused", once="transaction")
+    def refused(number: int) -> None:
+        raise RetryAfter(0)
+
+    let_claim(app)
+    run(replaced, 1)
+    for _ in range(2):  # deliveries
+        run(swapped, 902)
+    run(swapped, 902, replaced_task_nesting=1)
+    run(refused, 3)
+    assert sent(app) == ["order-1", "order-902", "order-902", "order-3"]
+    with migrated.cursor() as cursor:
+        cursor.execute("SELECT number FROM orders WHERE number = 902")
+        assert len(cursor.fetchall()) == 2
+
+
+def test_a_task_that_is_called_directly_claims_nothing(
+    app: Celery, database_url: str, engine: Engine, migrated: Any
+) -> None:
+    install(app, store=database_url)
+    ran = []
+
+    @app.task(name="shop.charge")
+    def charge(number: int) -> None:
+        with engine.connect() as connection, in_transaction(app, connection, once=True):
+            ran.append(number)
+            connection.commit()
+
+    for number in (1, 2):
+        charge(number)
+        run(charge, 3)
+    assert ran == [1, 3, 2]
+
+
+def test_two_apps_send_with_one_transaction(app: Celery, atomic: Any, vhost_url: str) -> None:
+    """Right after the commit, each by its own store."""
+    with Celery("mails", broker=vhost_url, set_as_current=False) as other:
+        install(other, store="django:shop", namespace="mails")
+        other.conf.task_default_queue = "orders"
+        with atomic():
+            send(app, 1)
+            other.send_task("mails.send", task_id="mail-1")
+            send(app, 2)
+        assert sorted(sent(app)) == ["mail-1", "order-1", "order-2"]
+
+
 def test_a_send_leaves_the_users_connection_as_it_is(
     app: Celery, atomic: Any, migrated: Any
 ) -> None:
@@ -349,6 +424,34 @@ def test_sqlalchemys_transaction_sends_tasks_too(
     assert waiting(app) == ["order-2"]
     send(app, 8)
     assert sent(app) == ["order-8"]
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .AsyncConnection.connect:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_async_session_sends_in_run_sync(app: Celery, database_url: str, migrated: Any) -> None:
+    if not database_url.startswith("postgresql"):
+        pytest.skip("the others have no async driver here")
+    install(app, store=database_url)
+    engine = create_async_engine(database_url)
+
+    def order(session: Session) -> None:
+        with in_transaction(app, session):
+            send(app, 1)
+            send(app, 2, countdown=HOUR_SECONDS)
+
+    async def run() -> None:
+        async with AsyncSession(engine) as session:
+            with pytest.raises(CannotDelay, match="run_sync"), in_transaction(app, session):
+                send(app, 3)
+            await session.run_sync(order)
+            await session.rollback()
+            await session.run_sync(order)
+            assert sent(app) == []
+            await session.commit()
+        await engine.dispose()
+
+    asyncio.run(run())
+    assert (sent(app), waiting(app)) == (["order-1"], ["order-2"])
 
 
 @pytest.fixture
@@ -483,8 +586,14 @@ def test_a_database_without_the_tables_is_named_with_the_way_out(
 
 @pytest.mark.ci
 def test_requests_go_on_while_the_broker_is_away_and_their_tasks_follow_in_order(
-    app: Celery, atomic: Any, mortal_url: str, mortal_rabbitmq: PrivateRabbitMQ
+    app: Celery,
+    atomic: Any,
+    mortal_url: str,
+    mortal_rabbitmq: PrivateRabbitMQ,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Tasks that are sent before a worker has published the earlier ones come after these."""
+    monkeypatch.setattr("celery_native_delay.store.dispatcher._RELAY_PAUSES_SECONDS", (0.0, 0.0))
     app.conf.broker_url = mortal_url
     with app.connection_for_write() as connection:
         app.amqp.queues["orders"](connection.default_channel).declare()
@@ -498,9 +607,15 @@ def test_requests_go_on_while_the_broker_is_away_and_their_tasks_follow_in_order
             send(app, number)
     assert monotonic() - began < PATIENCE_SECONDS
     mortal_rabbitmq.start()
-    dispatch(app, 19)
+    with app.connection_for_write() as connection:
+        assert delaying_channel(app, connection)[0].needed_store.leads("a worker")
+    with atomic():
+        send(app, 20)
+    dispatch(app, 20)
+    with atomic():
+        send(app, 21)
     came = [task_id for task_id in sent(app) if task_id != "order-0"]  # its ack may be lost
-    assert came == [f"order-{number}" for number in range(1, 20)]
+    assert came == [f"order-{number}" for number in range(1, 22)]
 
 
 def test_a_process_that_starts_while_the_broker_is_away_sends_and_looks(
