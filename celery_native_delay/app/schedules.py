@@ -47,7 +47,7 @@ from ..schedules.state import (
     why_dropped,
 )
 from ..settings import DelaySettings
-from ..texts import is_text
+from ..texts import is_text, storable
 from ..transports.interface import without_store
 from .beat import SettingsScheduler, entry_or_why, scheduler_class
 from .installation import ask_broker, delaying_channel, installed
@@ -433,7 +433,7 @@ class Schedules:
             )
         elif type(self._scheduler) is SettingsScheduler:
             return self._entries  # the entries of Celery's settings stay the same
-        found = dict(self._scheduler.schedule)
+        found = {storable(str(name)): each for name, each in self._scheduler.schedule.items()}
         zone = self._app.timezone
         self._entries = {name: entry_or_why(name, each, zone) for name, each in found.items()}
         return self._entries
@@ -626,7 +626,12 @@ class Schedules:
         found = self._app.tasks.get(task)
         if found is None:
             return partial(self._app.send_task, task)
-        return found.apply_async if own else partial(Task.apply_async, found)
+        if own:
+            send: Callable[..., Any] = found.apply_async
+            return send
+        if self._app.conf.task_always_eager:
+            raise CannotDelay("expected task_always_eager off: with it, a run cannot wait")
+        return partial(Task.apply_async, found)
 
     def _send(
         self,
@@ -636,7 +641,7 @@ class Schedules:
         from_us: int,
         headers: dict[str, Any],
     ) -> str:
-        """Send the task of *entry*; a relative ``expires`` counts from epoch time *from_us*."""
+        """Send the task of *entry*, whose expiry counts from epoch time *from_us*."""
         options = {key: value for key, value in entry.options.items() if key not in _OURS}
         beats = {"periodic_task_name": entry.name, **headers}
         options["headers"] = {**(options.get("headers") or {}), **beats}
@@ -645,6 +650,9 @@ class Schedules:
         expires = options.get("expires", of_task)
         if isinstance(expires, int | float):
             options["expires"] = moment(from_us) + timedelta(seconds=expires)
+        if isinstance(options.get("expiration"), int | float):  # of the message
+            since_s = (from_us - time_ns() // 1000) / 1_000_000
+            options["expiration"] = max(options["expiration"] + since_s, 0.0)
         args, kwargs = _evaluate_entry_args(entry.args), _evaluate_entry_kwargs(entry.kwargs)
         send(args, kwargs, task_id=task_id, **options)
         return task_id

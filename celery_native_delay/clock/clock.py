@@ -17,6 +17,7 @@ from ..app.installation import checked_app, installed
 from ..due_time import due_us
 from ..errors import NativeDelayError
 from ..records.waiting import Query, WaitingPage
+from ..schedules.next_due import with_folds
 from .inline_worker import InlineWorker
 from .replacing import in_memory
 
@@ -109,7 +110,7 @@ class Clock:
         if not isinstance(moment, datetime):
             raise TypeError(f"expected a datetime, got {moment!r}")
         if moment.tzinfo is None:
-            moment = moment.replace(tzinfo=self._app.timezone)
+            moment = moment.replace(tzinfo=with_folds(self._app.timezone))
         until_us = due_us(moment)
         if until_us < now.time_ns() // 1000:
             raise ValueError(f"expected a time from {self.now.isoformat()} on, got {moment!r}")

@@ -16,7 +16,7 @@ from kombu.utils.json import dumps, loads
 
 from ..durations import duration, seconds_of
 from ..errors import CannotDelay, InvalidDueTime, SettingsError
-from .next_due import next_due
+from .next_due import next_due, with_folds
 
 VERSION = 1
 
@@ -47,6 +47,9 @@ class ScheduleEntry:
     ends_us: int | None = None
     one_off: bool = False
     armed: str | None = None
+
+    def __post_init__(self) -> None:
+        vars(self)["zone"] = with_folds(self.zone)
 
     def next_us(self, after_us: int) -> int | None:
         """Return the first due time after *after_us* (epoch microseconds); None if none is left."""

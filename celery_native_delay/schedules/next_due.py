@@ -11,6 +11,7 @@ from datetime import UTC, date, datetime, timedelta, tzinfo
 from heapq import merge
 from itertools import product
 from typing import Any
+from zoneinfo import ZoneInfo
 
 from celery.schedules import crontab, schedule
 from celery.utils.time import delta_resolution
@@ -49,6 +50,12 @@ def next_due(of: Any, after: datetime, zone: tzinfo) -> datetime | None:
     own.nowfun = lambda: after
     due: datetime = after + own.remaining_estimate(after)
     return due.astimezone(UTC) if due > after else None
+
+
+def with_folds(zone: tzinfo) -> tzinfo:
+    """Return a time zone that follows PEP 495: one of pytz does not, and is read by its name."""
+    name = getattr(zone, "zone", None)
+    return ZoneInfo(name) if isinstance(name, str) else zone
 
 
 def _instants(of: crontab, after: datetime, zone: tzinfo) -> Iterator[datetime]:

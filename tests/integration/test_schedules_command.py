@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -17,7 +17,7 @@ from celery.contrib.testing.worker import start_worker
 from celery.schedules import BaseSchedule, crontab
 from celery.signals import before_task_publish
 
-from celery_native_delay import Delay, SettingsError, install
+from celery_native_delay import CannotDelay, Delay, SettingsError, install
 from celery_native_delay.app.doctor import examine
 from celery_native_delay.app.schedules import Schedules
 from celery_native_delay.now import time_ns
@@ -25,6 +25,7 @@ from celery_native_delay.records.interface import Change
 from celery_native_delay.schedules.state import KEPT_US, State
 from celery_native_delay.testing import PrivateRedis
 from tests.integration.project import APP, Project
+from tests.waiting import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.parametrize("server_name", ["redis"], indirect=True)
 
@@ -317,6 +318,30 @@ def test_an_entry_that_cannot_run_is_a_row_with_a_reason_and_leaves_the_others(
     assert "shop.report every 1 d 20" in rows["nightly"]
 
 
+def test_an_entry_whose_name_is_no_text_leaves_the_others(empty_redis: PrivateRedis) -> None:
+    """Celery's beat takes any name. A store cannot hold each."""
+    tick = {"task": "shop.tick", "schedule": 900.0}
+    with app_on(empty_redis.url, beat_schedule={7: tick, "a\udc80": tick, "b\0": tick}) as app:
+        Schedules(app).publish()
+        entries = [(entry.name, entry.problem) for entry in Delay(app).schedules()]
+        assert entries == [("7", None), ("a?", None), ("b\ufffd", None)]
+        assert Delay(app).count() == 3
+
+
+def test_an_eager_app_runs_no_task_before_it_is_due(empty_redis: PrivateRedis) -> None:
+    ran: list[str] = []
+    with app_on(empty_redis.url, task_always_eager=True) as app:
+        for name in ("shop.tick", "shop.report"):
+            app.task(putting(name, ran.append), name=name, shared=False)
+        Schedules(app).publish()
+        assert ran == []
+        problems = {entry.problem for entry in Delay(app).schedules()}
+        assert problems == {"expected task_always_eager off: with it, a run cannot wait"}
+        with pytest.raises(CannotDelay, match="task_always_eager off"):
+            Delay(app).schedules().add("weekly", "shop.report", "0 6 * * 1")
+        assert ran == []
+
+
 def test_an_expiry_of_the_task_counts_from_the_time_of_the_schedule(
     empty_redis: PrivateRedis,
 ) -> None:
@@ -341,8 +366,35 @@ def test_an_expiry_of_the_task_counts_from_the_time_of_the_schedule(
         assert expires.total_seconds() == pytest.approx(600 - 900, abs=0.1)
 
 
+def test_the_expiration_of_the_message_counts_from_the_time_of_the_schedule(
+    empty_redis: PrivateRedis,
+) -> None:
+    sent: list[float] = []
+
+    def note(properties: dict[str, Any], **_: Any) -> None:
+        sent.append(properties["expiration"])
+
+    before_task_publish.connect(note)  # which refers to it weakly
+    options = {"countdown": 900, "expiration": 60}
+    tick = {"task": "shop.tick", "schedule": 3600.0, "options": options}
+    with app_on(empty_redis.url, beat_schedule={"tick": tick}) as app:
+        Schedules(app).publish()
+        (due,) = [each.next_due for each in Delay(app).schedules()]
+    assert due is not None
+    assert sent == [pytest.approx(due.timestamp() - 900 + 60 - time(), abs=PATIENCE_SECONDS)]
+
+
 def no_work() -> None:
     """A task that does nothing."""
+
+
+def putting(value: str, put: Callable[[str], None]) -> Callable[[], None]:
+    """A task that puts *value* somewhere."""
+
+    def run() -> None:
+        put(value)
+
+    return run
 
 
 class Refusing(Task):  # type: ignore[misc]

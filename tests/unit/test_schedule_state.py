@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import pytest
 from celery import Celery
@@ -197,6 +198,17 @@ def test_a_schedule_is_told_in_words_which_can_be_parsed(of: Any, words: str) ->
     made, zone = parsed(words)
     assert entry(schedule=of).words == entry(schedule=made).words == words
     assert str(zone or "UTC") == "UTC"
+
+
+def test_a_time_zone_of_pytz_is_read_by_its_name() -> None:
+    """It ignores ``fold``, and begins with the local mean time of 1893."""
+    pytz = pytest.importorskip("pytz")
+    zone = pytz.timezone("Europe/Berlin")
+    entry = ScheduleEntry("e", "t", crontab(minute=30, hour=2), zone)
+    assert entry.zone == ZoneInfo("Europe/Berlin")
+    assert ScheduleEntry.from_text(entry.text) is not None
+    fixed = pytz.FixedOffset(60)
+    assert ScheduleEntry("e", "t", crontab(), fixed).zone is fixed
 
 
 def test_the_error_for_a_wrong_schedule_shows_examples() -> None:
