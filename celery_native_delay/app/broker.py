@@ -16,7 +16,7 @@ from kombu.transport import TRANSPORT_ALIASES
 
 from ..errors import UnsupportedBroker
 from ..settings import DelaySettings
-from ..transports.aliases import OPTION, needs_store, settings_from_option, transport_of
+from ..transports.aliases import OPTION, limited, needs_store, transport_of
 from ..urls import without_password
 
 _WAY_TO_STORE = (
@@ -83,13 +83,6 @@ def unconnected(app: Any) -> Any:
     return connection
 
 
-#: The transport options that limit the time for an answer, by kombu's driver type.
-_TIMEOUTS = {
-    "amqp": ("read_timeout", "write_timeout"),
-    "redis": ("socket_timeout", "socket_connect_timeout"),
-    "pgmq": ("pool_timeout",),
-}
-
 #: A single broker that has kept us waiting for so many seconds is not tried a second time.
 _SLOW_SECONDS = 1.0
 
@@ -98,27 +91,9 @@ _SLOW_SECONDS = 1.0
 _BOUNDED = "native_delay_bounded"
 
 
-def answer_limits(connection: Any) -> dict[str, Any]:
-    """Return transport options that give a broker ``native_delay_store_timeout_seconds``.
-
-    Without such options, kombu waits for ever for an answer of a Redis or RabbitMQ that hangs, and
-    for minutes for an answer of SQS.
-    """
-    option = (connection.transport_options or {}).get(OPTION)
-    seconds = settings_from_option(option or True).store_timeout_seconds
-    driver = connection.get_transport_cls().driver_type
-    if driver == "sqs":
-        limits = {"connect_timeout": seconds, "read_timeout": seconds}
-        return {"client-config": {**limits, "retries": {"total_max_attempts": 2}}}
-    return dict.fromkeys(_TIMEOUTS.get(driver, ()), seconds)
-
-
 def bounded_connection(app: Any) -> Any:
-    """Make a connection with :func:`answer_limits`, where the app's own options set none."""
-    connection = app.connection_for_write()
-    own = connection.transport_options or {}
-    connection.transport_options = answer_limits(connection) | own
-    return connection
+    """Make a connection with ``answer_limits``, where the app's own options set none."""
+    return limited(app.connection_for_write())
 
 
 @contextmanager

@@ -184,8 +184,8 @@ def installed_settings(ctx: click.Context, *, raises_if_unsupported: bool = True
     """
     from celery import _state
 
-    from ..app.broker import answer_limits
     from ..app.installation import installation_of, installed
+    from ..transports.aliases import answer_limits
 
     app = ctx.obj.app
     if app is _state.default_app and installation_of(app) is None:

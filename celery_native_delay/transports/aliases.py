@@ -210,6 +210,36 @@ def settings_from_option(option: Any) -> DelaySettings:
     )
 
 
+#: The transport options that limit the time for an answer, by kombu's driver type.
+_TIMEOUTS = {
+    "amqp": ("read_timeout", "write_timeout"),
+    "redis": ("socket_timeout", "socket_connect_timeout"),
+    "pgmq": ("pool_timeout",),
+}
+
+
+def answer_limits(connection: Any) -> dict[str, Any]:
+    """Return transport options that give a broker ``native_delay_store_timeout_seconds``.
+
+    Without such options, kombu waits for ever for an answer of a Redis or RabbitMQ that hangs, and
+    for minutes for an answer of SQS.
+    """
+    option = (connection.transport_options or {}).get(OPTION)
+    seconds = settings_from_option(option or True).store_timeout_seconds
+    driver = connection.get_transport_cls().driver_type
+    if driver == "sqs":
+        limits = {"connect_timeout": seconds, "read_timeout": seconds}
+        return {"client-config": {**limits, "retries": {"total_max_attempts": 2}}}
+    return dict.fromkeys(_TIMEOUTS.get(driver, ()), seconds)
+
+
+def limited(connection: Any) -> Any:
+    """Give a kombu connection :func:`answer_limits`, where its own options set none."""
+    own = connection.transport_options or {}
+    connection.transport_options = answer_limits(connection) | own
+    return connection
+
+
 def delay_headers(
     *,
     countdown: float | None = None,

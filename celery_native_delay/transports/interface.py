@@ -15,8 +15,6 @@ from functools import cached_property
 from secrets import token_hex
 from typing import Any, Protocol
 
-from kombu import Connection
-
 from ..durations import duration
 from ..errors import NativeDelayError, NoStore
 from ..finding import Finding
@@ -306,12 +304,6 @@ def lines_of(channel: Any, settings: DelaySettings) -> RecordedLines:
         raise without_store(channel)
     lines: RecordedLines = channel.lines(settings)
     return lines
-
-
-def copy_of(client: Any) -> Connection:
-    """Return another kombu connection like *client*, without heartbeats, which no thread sends."""
-    # The method clone() of a pooled connection does not work.
-    return Connection(**dict(client._info(resolve=False), heartbeat=0))
 
 
 def connect_once(connection: Any) -> None:

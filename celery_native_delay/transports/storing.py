@@ -15,6 +15,7 @@ from shlex import quote
 from threading import Thread
 from typing import Any, TypeVar
 
+from kombu import Connection
 from kombu.exceptions import OperationalError
 
 from ..due_time import check_due
@@ -34,6 +35,7 @@ from ..store.dispatcher import Dispatcher, Publisher, TransactionRelay
 from ..store.entry import StoreEntry
 from ..store.interface import ParkedRow, Row, Store
 from ..within import Within
+from .aliases import limited
 from .interface import (
     AdminPart,
     Backlog,
@@ -43,7 +45,6 @@ from .interface import (
     Told,
     Wait,
     WorkerPart,
-    copy_of,
     without_store,
 )
 from .status import Status, refuse_waiting, warn_if_nothing_promotes
@@ -153,7 +154,7 @@ class StoringChannel:
         users.relay = _relays.get(
             (store.where, store.namespace),
             lambda: TransactionRelay(
-                store, lambda: self.publisher_of(copy_of(client), CONFIRM_SECONDS)
+                store, lambda: self.publisher_of(_copy_of(client), CONFIRM_SECONDS)
             ),
         )
         return True
@@ -234,6 +235,15 @@ class StoringChannel:
 
 #: What publishes the immediate tasks of this process's transactions, by store.
 _relays: PerProcess[tuple[str, str], TransactionRelay] = PerProcess()
+
+
+def _copy_of(client: Any) -> Any:
+    """Return another kombu connection like *client*, whose calls end in time.
+
+    It has no heartbeats, which no thread would send.
+    """
+    # The method clone() of a pooled connection does not work.
+    return limited(Connection(**dict(client._info(resolve=False), heartbeat=0)))
 
 
 class StoreWorkerPart(WorkerPart):

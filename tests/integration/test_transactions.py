@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from queue import Empty, Queue
@@ -49,10 +50,11 @@ from celery_native_delay.app.installation import admin_part, delaying_channel
 from celery_native_delay.bulk import bulk
 from celery_native_delay.store.dispatcher import TransactionRelay
 from celery_native_delay.store.opened import store_at
-from celery_native_delay.testing import PrivateRabbitMQ
+from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis
 from celery_native_delay.worker.once import let_claim
 from tests.brokers import in_ci
 from tests.conformance.brokers import running_database
+from tests.hanging import hung
 from tests.traffic import beside
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
@@ -616,6 +618,30 @@ def test_requests_go_on_while_the_broker_is_away_and_their_tasks_follow_in_order
         send(app, 21)
     came = [task_id for task_id in sent(app) if task_id != "order-0"]  # its ack may be lost
     assert came == [f"order-{number}" for number in range(1, 22)]
+
+
+@pytest.mark.parametrize("server_name", ["redis"], indirect=True)
+def test_a_commit_ends_in_time_while_a_redis_broker_hangs(
+    atomic: Any, empty_redis: PrivateRedis
+) -> None:
+    with Celery("shop", broker=empty_redis.url, set_as_current=False) as app:
+        install(app, store="django:shop", store_timeout_seconds=1, namespace="hanging")
+        with atomic():
+            app.send_task("shop.remind")  # it connects
+        began = monotonic()
+        with hung(empty_redis), ThreadPoolExecutor(1) as threads:
+            ended = threads.submit(committed, app, atomic)
+            assert ended.exception(PATIENCE_SECONDS) is None
+        assert monotonic() - began < PATIENCE_SECONDS
+
+
+def committed(app: Celery, atomic: Any) -> None:
+    """Commit a transaction with a task, in a thread with a connection of its own."""
+    from django.db import connections
+
+    with atomic():
+        app.send_task("shop.remind")
+    connections["shop"].close()
 
 
 def test_a_process_that_starts_while_the_broker_is_away_sends_and_looks(
