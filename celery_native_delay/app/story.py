@@ -18,7 +18,7 @@ from ..rates.line import RateLine, name_of, places_in
 from ..records.waiting import Waiting
 from ..transports.interface import AdminPart
 from ..urls import without_password
-from .broker import bounded, opened, shown_broker
+from .broker import ask_on_a_connection, shown_broker
 from .installation import admin_part, installed
 
 #: Seconds in which workers must say that they have the task, and parked tasks that are searched.
@@ -125,8 +125,7 @@ def _in_broker(app: Celery, task_id: str) -> list[str]:
 
 
 def _ask(app: Celery, question: Callable[[AdminPart], list[str]]) -> list[str]:
-    with bounded(app) as connection:
-        return question(admin_part(app, opened(app, connection)))
+    return ask_on_a_connection(app, lambda connection: question(admin_part(app, connection)))
 
 
 def _at(app: Celery, us: int) -> str:

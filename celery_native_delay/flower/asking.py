@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
-from typing import TypeVar
+from functools import cached_property, partial
+from typing import Any, TypeVar
 
 from celery import Celery
 from kombu.exceptions import OperationalError
 
-from ..app.broker import bounded, opened
+from ..app.broker import ask_on_a_connection
 from ..app.delay import Delay
 from ..app.installation import admin_part, installed
 from ..durations import duration
@@ -46,11 +46,11 @@ class Asking:
     ) -> T:
         """Call the function *question* with the broker's :class:`AdminPart` in a thread."""
 
-        def asked() -> T:
-            with bounded(self.app) as connection:
-                return question(admin_part(self.app, opened(self.app, connection)))
+        def asked(connection: Any) -> T:
+            return question(admin_part(self.app, connection))
 
-        return await self._ask(asked, self._broker, within_seconds)
+        ask = partial(ask_on_a_connection, self.app, asked)
+        return await self._ask(ask, self._broker, within_seconds)
 
     def stop(self) -> None:
         """Cancel all calls that have not started."""

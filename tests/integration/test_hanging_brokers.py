@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -18,6 +19,7 @@ from celery_native_delay import Delay, Rate, StoreUnavailable, install
 from celery_native_delay.app import broker
 from celery_native_delay.app.runs import runs_of
 from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis
+from tests.brokers import on_one_version
 from tests.hanging import hung
 from tests.traffic import send_task
 from tests.waiting import PATIENCE_SECONDS
@@ -77,6 +79,22 @@ def test_the_store_answers_while_rabbitmq_hangs(
             with hung(mortal_rabbitmq):
                 assert Delay(app).count() == 1
             assert Delay(app).count() == 1
+
+
+@on_one_version
+def test_a_story_is_told_although_rabbitmq_has_closed_the_connection(
+    vhost_url: str, tmp_path: Path
+) -> None:
+    """RabbitMQ was restarted, or the process slept longer than the heartbeat."""
+    with closing(shop(vhost_url, store=f"sqlite:///{tmp_path}/delays.db")) as app:
+        send_task(app, 1, countdown=600)
+        assert Delay(app).run_now("order-1")
+        told = Delay(app).story("order-1")
+        with broker.bounded(app) as connection:
+            connection.connection.transport.sock.shutdown(socket.SHUT_RDWR)
+        again = Delay(app).story("order-1")
+        assert len(again) == len(told)
+        assert "nothing promotes" in again[-1]
 
 
 def test_several_calls_wait_once_for_a_broker_that_is_away(
