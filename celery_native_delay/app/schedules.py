@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import partial
@@ -19,6 +20,7 @@ from kombu.exceptions import OperationalError
 
 from ..errors import (
     CannotDelay,
+    NativeDelayError,
     SettingsError,
     StoreUnavailable,
     described,
@@ -192,7 +194,8 @@ class Schedules:
             when, zone = self._parsed(schedule)
             entry = replace(entry, schedule=when, zone=zone, starts_us=None)
         self._check_stored(entry)
-        self._change(name, lambda state, now_us: state and planned(state, entry, now_us))
+        with _options_checked(entry):
+            self._change(name, lambda state, now_us: state and planned(state, entry, now_us))
 
     def remove(self, name: str) -> None:
         """Remove an entry of :meth:`add`, with its waiting run. Raises as :meth:`change`."""
@@ -232,10 +235,15 @@ class Schedules:
         if (reason := self.why_not(entry)) is not None:
             raise SettingsError(reason)
         self._note_added(entry.name)
-        self._change(
-            entry.name,
-            lambda state, now_us: planned(state or State("", paused=is_paused), entry, now_us),
-        )
+        try:
+            with _options_checked(entry):
+                self._change(
+                    entry.name,
+                    lambda state, now: planned(state or State("", paused=is_paused), entry, now),
+                )
+        except CannotDelay:
+            self._note_added(entry.name, is_there=False)
+            raise
 
     def why_not(self, entry: ScheduleEntry) -> str | None:
         """Return why the name of *entry* is taken, or None; raise if the entry itself is wrong."""
@@ -659,6 +667,20 @@ class Schedules:
 
 
 _OURS = ("countdown", "eta", "task_id")
+
+
+@contextmanager
+def _options_checked(entry: ScheduleEntry) -> Iterator[None]:
+    """Raise CannotDelay if the task of *entry* cannot be sent with its options."""
+    try:
+        yield
+    except (NativeDelayError, OperationalError, SoftTimeLimitExceeded):
+        raise
+    except Exception as exc:  # of Celery or kombu, which do not check them
+        raise CannotDelay(
+            f"expected options of apply_async for the entry {entry.name!r}, got "
+            f"{dict(entry.options)!r}: {described(exc)}"
+        ) from exc
 
 
 def _has_celerys_apply_async(task: Any) -> bool:

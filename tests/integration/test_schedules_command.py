@@ -114,6 +114,8 @@ def test_entries_are_added_changed_and_removed_at_run_time(
             (("add", "new", "shop.tick", "now and then"), "'every 10 s', '30 2 * * *'"),
             (("add", "new", "shop.tick", "every 300000000000 s"), "that is due some day"),
             (("add", "new", *every[:2], "--options", '{"countdown": "5"}'), "countdown '5'"),
+            (("add", "new", *every[:2], "--options", '{"serializer": "x"}'), "No encoder"),
+            (("change", "often", "--options", '{"expires": "soon"}'), "got {'expires': 'soon'}"),
             (("change", "tick", "--task", "shop.note"), "change beat_schedule"),
             (("remove", "tick", "--yes"), "change beat_schedule"),
             (("change", "unknown", "--task", "x"), "known: nightly, often, report, tick"),
