@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from kombu.exceptions import KombuError
 
 from ..backoff import Backoff
-from ..errors import NativeDelayError, StoreUnavailable
+from ..errors import NativeDelayError, StoreUnavailable, errors_ignored
 from .entry import StoreEntry
 from .interface import Refusal, Store, Taken, TakenRow
 
@@ -256,7 +256,7 @@ class Dispatcher:
     def _disconnect(self) -> None:
         publisher, self._publisher = self._publisher, None
         if publisher is not None:
-            with suppress(Exception):  # the connection is given up anyway
+            with errors_ignored():  # the connection is given up anyway
                 publisher.close()
 
 

@@ -108,7 +108,6 @@ NEVER_IN_A_TASK = (
     "flower/",
     "metrics/",
     "spark/",
-    "store/dispatcher.py",
     "testing/",
     "transports/redis/promoter.py",
     "transports/sqs/relay.py",
@@ -124,7 +123,7 @@ NEVER_IN_A_TASK = (
 )
 
 #: Functions of other modules that run in a thread of this package.
-IN_A_THREAD = ("_send_in_time", "_renew_all", "put_back")
+IN_A_THREAD = ("_send_in_time", "_renew_all", "put_back", "_step")
 
 
 def in_tasks(tree: ast.AST) -> Iterator[ast.AST]:
