@@ -235,8 +235,12 @@ def _on_records(app: Celery, call: Callable[[Records, DelaySettings], T]) -> T |
 
 def _counted(channel: Any, settings: DelaySettings, record: RunRecord) -> RunStatus:
     with closing(channel.waiting_tasks(settings)) as found:
-        lists_all = found.note_elsewhere is None
-        return _status(record, found.count(Query(run=record.run_id)) if lists_all else None)
+        if found.note_elsewhere is not None:
+            return _status(record)
+        query = Query(run=record.run_id)
+        if record.tries > 1:  # a Redis broker has messages of each try
+            return _status(record, len(set(found.ids(query))))
+        return _status(record, found.count(query))
 
 
 def _status(record: RunRecord, waiting: int | None = None) -> RunStatus:

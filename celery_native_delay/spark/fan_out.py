@@ -19,7 +19,6 @@ from pyspark.sql import Observation
 from pyspark.sql import functions as f
 
 from ..app.runs import Run, close_run, open_run
-from ..due_time import due_us
 from ..durations import duration
 from ..errors import FanOutFailed, InvalidFanOut, NativeDelayError, StoreUnavailable
 from ..now import moment
@@ -30,7 +29,7 @@ from .executor import ANSWERS, LEDGER_COLUMNS, answers_of, asker, sender
 from .live_counts import LiveCounts, context_of, tell_encoded
 from .options import FanOutKeywords, FanOutOptions
 from .plan import Plan, make_plan
-from .sending import Failure, Receipt, SendJob, warn_of_late_sending
+from .sending import Failure, Receipt, SendJob, counts_of, warn_of_late_sending
 
 logger = logging.getLogger(__name__)
 
@@ -277,7 +276,7 @@ class FanOut:
         result = FanOutResult(self.run_id, seconds, receipts, failures, options.app)
         warn_of_late_sending(result.sent_after_due, result.sent)
         if run is not None:
-            self._close(result)
+            self._close(receipts)
         if failures:
             raise FanOutFailed(
                 f"{result}; the first: {failures[0].reason}; send the same rows again with the "
@@ -355,13 +354,12 @@ class FanOut:
                 self.run_id,
             )
 
-    def _close(self, result: FanOutResult) -> None:
+    def _close(self, receipts: list[Receipt]) -> None:
         """Store the numbers of this try."""
-        sent = result.confirmed + result.done
-        counts = {"rows": result.rows, "sent": sent, "rejected": result.rejected}
-        last_us = max((due_us(r.last_eta) for r in result.receipts if r.last_eta), default=0)
         try:
-            self._ask(partial(on_app, self.options.app, close_run, self.run_id, counts, last_us))
+            self._ask(
+                partial(on_app, self.options.app, close_run, self.run_id, *counts_of(receipts))
+            )
         except NativeDelayError as exc:
             logger.warning("native delay: the state of run %s is older: %s", self.run_id, exc)
 

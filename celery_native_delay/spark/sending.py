@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -18,6 +18,7 @@ from pyspark import SparkFiles
 
 from ..app.runs import have_run
 from ..bulk.batch import Bulk
+from ..due_time import due_us
 from ..errors import (
     NativeDelayError,
     NotPermitted,
@@ -77,6 +78,16 @@ class Receipt:
     """The latest due time of the sent tasks, in ISO 8601."""
     sent_after_due: int = 0
     """The number of tasks that were sent after their due time."""
+
+
+def counts_of(receipts: Sequence[Receipt]) -> tuple[dict[str, int], int]:
+    """Return the numbers of a try for the state of its run, and its last due time."""
+    counts = {
+        "rows": sum(each.rows for each in receipts),
+        "sent": sum(each.confirmed + each.done for each in receipts),
+        "rejected": sum(each.rejected.total() for each in receipts),
+    }
+    return counts, max((due_us(each.last_eta) for each in receipts if each.last_eta), default=0)
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ def fleet(where: str, fleet_at: Callable[..., Fleet]) -> Fleet:
     return fleet_at("redis" if where == "redis" else f"{ON_SYSTEM.id}-sqlite", **conf)
 
 
-def send(app: Celery, run_id: str, count: int, *, countdown: float) -> None:
-    assert open_run(app, run_id, "note", time_ns() // 1000, "job 1") is not None
+def send(app: Celery, run_id: str, count: int, *, countdown: float, job: str = "job 1") -> None:
+    assert open_run(app, run_id, "note", time_ns() // 1000, job) is not None
     with Bulk(app, headers={RUN: run_id}) as batch:
         for number in range(count):
             batch.send("note", (run_id,), task_id=f"{run_id}-{number}", countdown=countdown)
@@ -64,6 +64,15 @@ def test_a_run_is_counted_listed_and_cancelled(fleet: Fleet, where: str) -> None
     wait_until(lambda: len(worker.log_lines("Discarding revoked task")) == 8)
     worker.stop()
     assert {each.args[0] for each in fleet.record.runs()} == {"night"}
+
+
+def test_each_task_of_a_run_that_is_sent_again_counts_once(fleet: Fleet, where: str) -> None:
+    app = fleet.app()
+    for job, count in (("job 1", 4), ("job 2", 6)):
+        send(app, "again", count, countdown=900, job=job)
+    status = Run("again", app=app).status()
+    waiting, left = (None, None) if where == "in broker" else (6, 0)
+    assert (status.tries, status.sent, status.waiting, status.left) == (2, 6, waiting, left)
 
 
 def test_a_run_is_rescheduled_as_a_whole(fleet: Fleet, where: str) -> None:

@@ -5,18 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
+from time import time_ns
 from typing import Any
 
 import pytest
+from celery import Celery
 
 pytest.importorskip("pyspark.sql.datasource", reason="Spark 3.5 has no data sources in Python")
 
 from pyspark.errors import AnalysisException, PySparkException
 from pyspark.sql import functions as f
 
+from celery_native_delay import Run, install
+from celery_native_delay.app.installation import ask_broker
+from celery_native_delay.durations import DAY_US
 from celery_native_delay.message import ONCE
+from celery_native_delay.records.runs import latest_runs
 from celery_native_delay.spark import task_id_of
 from tests.integration.traffic import inbox
+from tests.spark.conftest import LEVELS
 from tests.spark.test_fan_out import number_of
 
 MakeApp = Callable[..., str]
@@ -85,6 +92,20 @@ def test_a_bad_row_fails_the_job_unless_on_reject_is_skip(
             lambda: ids <= {a.message.headers["id"] for a in letters.arrivals}
         )
     assert 7 not in {number_of(arrival) for arrival in letters.arrivals}
+
+
+def test_its_run_counts_what_was_written(
+    spark: Any, make_app: MakeApp, native_delay_redis_url: str
+) -> None:
+    """And is forgotten a week after its last task."""
+    df = spark.range(5).selectExpr("id as number", "if(id = 3, null, 60D) as wait")
+    options = {"id_cols": "number", "run_id": "night", "on_reject": "skip"}
+    writer_of(df, make_app(native_delay_redis_url), **options).save()
+    app = install(Celery("shop", broker=native_delay_redis_url, set_as_current=False), **LEVELS)
+    status = Run("night", app=app).status()
+    assert (status.planned, status.sent, status.rejected, status.waiting) == (5, 4, 1, 4)
+    (record,) = ask_broker(app, lambda channel, chosen: latest_runs(channel.records(chosen), 9))
+    assert 6.9 * DAY_US < record.kept_us - time_ns() // 1000 < 7.1 * DAY_US
 
 
 @pytest.mark.parametrize("once", [False, True], ids=["plain", "once"])
