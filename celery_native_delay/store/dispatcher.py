@@ -286,9 +286,9 @@ class TransactionRelay(Dispatcher):
                         return
                     self._hand_over(taken)
             except BaseException:
-                self._disconnect()
                 self._not_before = monotonic() + self._pauses.failed()
                 self._is_behind = True
+                self._disconnect()
                 raise
             self._pauses.reset()
 
