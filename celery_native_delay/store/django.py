@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from time import sleep
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -133,7 +133,24 @@ class DjangoStore(SqlStore):
         A connection that the server has closed is replaced. Any other stays open: it may have
         locks, cursors and temporary tables of the user.
         """
+        with self._borrowed() as connection:
+            return self._tried_on(connection, work)
+
+    @contextmanager
+    def _borrowed(self) -> Iterator[Any]:
+        """Yield this thread's connection. One that was not open goes back to Django's pool.
+
+        Such a pool has 4 connections by default, and a worker more threads.
+        """
         connection = connections[self.alias]
+        was_open = connection.connection is not None
+        try:
+            yield connection
+        finally:
+            if not was_open and getattr(connection, "pool", None) is not None:
+                connection.close()
+
+    def _tried_on(self, connection: Any, work: Callable[[Connection], T]) -> T:
         if connection.connection is not None and not connection.is_usable():
             connection.close()
         for tries_left in reversed(range(_TRIES)):
@@ -181,8 +198,8 @@ class DjangoStore(SqlStore):
 
     def table_names(self) -> list[str]:
         try:
-            with connections[self.alias].cursor() as cursor:
-                found: list[str] = connections[self.alias].introspection.table_names(cursor)
+            with self._borrowed() as connection, connection.cursor() as cursor:
+                found: list[str] = connection.introspection.table_names(cursor)
         except Error as exc:
             raise self._unavailable(str(exc)) from exc
         return found

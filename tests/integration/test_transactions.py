@@ -586,6 +586,26 @@ def test_a_database_without_the_tables_is_named_with_the_way_out(
     assert sent(app) == []
 
 
+def test_no_thread_keeps_a_connection_of_djangos_pool(database_url: str, migrated: Any) -> None:
+    """Else the threads of a worker would wait for each other for ever."""
+    from django.db import connections
+
+    if migrated.vendor != "postgresql":
+        pytest.skip("Django pools connections to PostgreSQL and Oracle")
+    pool = {"min_size": 1, "max_size": 1, "timeout": 1}
+    settings = {**django_settings(database_url), "OPTIONS": {"pool": pool}}
+    connections.settings["pooled"] = connections.configure_settings(
+        {"default": {}, "pooled": settings}
+    )["pooled"]
+    store = store_at("django:pooled", "tests", timeout_seconds=PATIENCE_SECONDS)
+    with ThreadPoolExecutor(1) as threads:
+        for call in (store.table_names, store.prepare, store.census):
+            threads.submit(call).result(PATIENCE_SECONDS)
+            call()
+    connections["pooled"].close_pool()
+    del connections["pooled"], connections.settings["pooled"]
+
+
 @pytest.mark.ci
 def test_requests_go_on_while_the_broker_is_away_and_their_tasks_follow_in_order(
     app: Celery,
