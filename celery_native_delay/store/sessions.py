@@ -15,6 +15,9 @@ from .sql_table import TASKS, table_name, tables_named
 
 T = TypeVar("T")
 
+#: The item of a session's ``info`` with our transactions that it tells of its end.
+_WATCHING = "native_delay_watching"
+
 
 class SessionTransaction(UsersTransaction):
     """The transaction of a Session, an AsyncSession or a Connection."""
@@ -30,6 +33,7 @@ class SessionTransaction(UsersTransaction):
             )
         #: Calls that follow the commit. After a rollback they do no harm.
         self._calls: list[Callable[[], object]] = []
+        self._is_in_block = True
         self._table_prefix = table_prefix
         self._check(dialect, table_name(table_prefix, TASKS.name))
 
@@ -45,21 +49,21 @@ class SessionTransaction(UsersTransaction):
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Make the calls when a transaction of the session ends, in the block or after it."""
-        is_session = isinstance(self._session, Session)
-        if is_session:
-            event.listen(self._session, "after_transaction_end", self._ended)
+        watching: list[SessionTransaction] = []
+        if isinstance(self._session, Session):
+            if _WATCHING not in self._session.info:  # a listener cannot remove itself
+                event.listen(self._session, "after_transaction_end", _ended)
+            watching = self._session.info.setdefault(_WATCHING, watching)
+        watching.append(self)
         try:
             yield
         finally:
             # A transaction that ends later makes the calls then.
             is_open = self._session.in_transaction()
-            if is_session and not is_open:
-                event.remove(self._session, "after_transaction_end", self._ended)
+            self._is_in_block = False
+            if not is_open:
+                watching.remove(self)
         if not is_open:
-            self._call()
-
-    def _ended(self, session: Any, transaction: Any) -> None:
-        if transaction.parent is None:
             self._call()
 
     def _call(self) -> None:
@@ -102,3 +106,14 @@ class SessionTransaction(UsersTransaction):
                 f"expected a transaction of the {dialect} database in native_delay_store, got one "
                 f"of {connection.engine.url.render_as_string()}, which has no table {table}"
             )
+
+
+def _ended(session: Session, transaction: Any) -> None:
+    """Make the calls of our transactions, as a transaction of *session* has ended."""
+    if transaction.parent is not None:
+        return
+    watching: list[SessionTransaction] = session.info.get(_WATCHING, [])
+    for each in tuple(watching):
+        if not each._is_in_block:
+            watching.remove(each)
+        each._call()

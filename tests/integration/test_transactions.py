@@ -420,12 +420,15 @@ def test_sqlalchemys_transaction_sends_tasks_too(
         send(app, 6)
         connection.commit()
     assert (sent(app), taken(app)) == (["order-6"], 0)
-    with Session(engine) as session, session.begin(), in_transaction(app, session):
-        send(app, 7)
-    assert (sent(app), taken(app)) == (["order-7"], 0)
+    with Session(engine) as session:
+        for number in (7, 8, 9):
+            with session.begin(), in_transaction(app, session):
+                send(app, number)
+        assert len(list(session.dispatch.after_transaction_end)) == 1, "else it grows for ever"
+    assert (sent(app), taken(app)) == (["order-7", "order-8", "order-9"], 0)
     assert waiting(app) == ["order-2"]
-    send(app, 8)
-    assert sent(app) == ["order-8"]
+    send(app, 10)
+    assert sent(app) == ["order-10"]
 
 
 @pytest.mark.filterwarnings("ignore:coroutine .AsyncConnection.connect:RuntimeWarning")
