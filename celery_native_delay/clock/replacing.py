@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -109,6 +110,23 @@ class _Results(CacheBackend):  # type: ignore[misc]
         if self.get_state(request.id) == PENDING:
             self.store_result(request.id, result, state)
         super().on_chord_part_return(request, state, result, **kwargs)
+
+    # Groups are kept as they are: after each part of a chord, Celery would decode all parts.
+
+    @cached_property
+    def _groups(self) -> dict[str, Any]:
+        return {}
+
+    def _save_group(self, group_id: str, result: Any) -> Any:
+        self._groups[group_id] = result
+        return result
+
+    def _restore_group(self, group_id: str) -> dict[str, Any] | None:
+        result = self._groups.get(group_id)
+        return None if result is None else {"result": result}
+
+    def _delete_group(self, group_id: str) -> None:
+        self._groups.pop(group_id, None)
 
 
 @contextmanager

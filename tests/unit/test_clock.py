@@ -249,6 +249,17 @@ def test_a_thousand_tasks_of_three_months_run_within_seconds(
     assert time.process_time() - before < 10
 
 
+def test_the_time_of_a_chord_grows_with_its_parts_not_with_their_square(
+    app: Celery, clock: Clock, ran: list[Any]
+) -> None:
+    before = time.process_time()
+    header = [app.tasks["note"].s(number) for number in range(600)]
+    chord(header, app.tasks["note"].s()).apply_async()
+    assert clock.run_all() == 601
+    assert ran[-1] == [*range(600)]
+    assert time.process_time() - before < 8
+
+
 # ---- run_all and limits --------------------------------------------------------------------------
 
 
