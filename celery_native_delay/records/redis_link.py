@@ -146,7 +146,10 @@ def redis_client(url: str, *, timeout_seconds: float = ANSWER_SECONDS) -> Any:
         **_limits(timeout_seconds),
     }
     if not url.startswith("sentinel://"):
-        return redis.Redis.from_url(redis_py_url(url), **options)
+        client = redis.Redis.from_url(redis_py_url(url), **options)
+        # The URL may have this option, and we read bytes.
+        client.connection_pool.connection_kwargs["decode_responses"] = False
+        return client
     place = urlsplit(url)
     login, _, hosts = place.netloc.rpartition("@")
     if login:

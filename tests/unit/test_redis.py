@@ -13,6 +13,7 @@ from redis import ConnectionPool
 
 from celery_native_delay import UnsupportedBroker
 from celery_native_delay.finding import ADVICE, UNCHECKED, WRONG, Finding
+from celery_native_delay.records.redis_link import redis_client
 from celery_native_delay.redis_server import Server, check_server, clocks, keeping
 from celery_native_delay.transports.redis import promoter as module
 from celery_native_delay.transports.redis.keys import (
@@ -96,6 +97,10 @@ def kept(server: Server, **options: bool) -> list[Finding]:
 
 def server(**info: Any) -> Server:
     return Server.from_info(INFO | info)
+
+
+def test_a_store_reads_bytes_although_its_url_asks_for_texts() -> None:
+    assert not redis_client("redis://host/1?decode_responses=True").get_encoder().decode_responses
 
 
 def test_a_good_server_has_no_findings_and_an_old_one_is_refused_with_the_remedy() -> None:
