@@ -140,13 +140,13 @@ MUTATIONS = [
     ),
     # Redis: a due message is removed once, and stays if its destination refuses it.
     Mutation(
-        "transports/redis/scripts.py",
+        "transports/redis/store.py",
         "redis.call('HDEL', messages, unpack(done))",
         "",
         "integration/test_redis_store.py -k redis",
     ),
     Mutation(
-        "transports/redis/scripts.py",
+        "transports/redis/store.py",
         "redis.call('ZADD', parking, now, member) end",
         "end",
         "integration/test_redis_store.py -k redis",

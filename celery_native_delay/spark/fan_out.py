@@ -25,11 +25,21 @@ from ..now import moment
 from . import encode
 from .app import AppFacts, Call, describe, on_app
 from .encode import SENT_COLUMNS, Tell
-from .executor import ANSWERS, LEDGER_COLUMNS, answers_of, asker, sender
 from .live_counts import LiveCounts, context_of, tell_encoded
 from .options import FanOutKeywords, FanOutOptions
 from .plan import Plan, make_plan
-from .sending import Failure, Receipt, SendJob, counts_of, warn_of_late_sending
+from .sending import (
+    ANSWERS,
+    LEDGER_COLUMNS,
+    Failure,
+    Receipt,
+    SendJob,
+    answers_of,
+    asker,
+    counts_of,
+    sender,
+    warn_of_late_sending,
+)
 
 logger = logging.getLogger(__name__)
 

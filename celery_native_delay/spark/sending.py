@@ -1,20 +1,23 @@
-"""Send the rows of one partition with ``bulk(app)``, on an executor."""
+"""Send the rows of a partition with ``bulk(app)``, and check the app, on executors."""
 
 from __future__ import annotations
 
 import json
 import logging
+import pickle
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from time import monotonic, sleep, time_ns
 from typing import Any
 
-from pyspark import SparkFiles
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyspark import SparkFiles, TaskContext
 
 from ..app.runs import have_run
 from ..bulk.batch import Bulk
@@ -33,10 +36,22 @@ from ..now import moment
 from ..records.runs import RunRecord
 from ..records.waiting import RUN
 from .app import load_app
+from .encode import SENT_COLUMNS
 from .live_counts import Reporter
 from .options import FanOutOptions
 
 logger = logging.getLogger(__name__)
+
+Batches = Iterator[Any]
+
+#: The schema of a DataFrame whose rows are pickled answers of executors.
+ANSWERS = "answer binary"
+
+#: The columns of an encoded row that a ledger has, apart from *id_cols*.
+LEDGER_COLUMNS = ("task_id", "due_us", "queue")
+
+#: The largest number of answers in one Arrow batch.
+_MOST_ANSWERS = 10_000
 
 #: Rows of a repeated run that are looked up at once.
 _LOOKED_AT = 1000
@@ -288,3 +303,65 @@ class Pace:
         if self._next > now:
             sleep(self._next - now)
         self._next = max(self._next, now - 0.2) + self._interval
+
+
+# ---- for mapInArrow() ----------------------------------------------------------------------------
+
+
+def asker(question: Callable[[], Any]) -> Callable[[Batches], Batches]:
+    """Return a mapInArrow() function that yields the answer of *question*, or its error."""
+
+    def ask(batches: Batches) -> Batches:
+        for _ in batches:
+            try:
+                yield _batch([question()])
+            except NativeDelayError as exc:
+                yield _batch([exc])
+
+    return ask
+
+
+def sender(job: SendJob, kept: Sequence[str] = ()) -> Callable[[Batches], Batches]:
+    """Return a mapInArrow() function that sends rows, and yields failures and counts.
+
+    After them come the columns *kept* of the accepted rows, without answers.
+    """
+
+    def send(batches: Batches) -> Batches:
+        context = TaskContext.get()
+        receipt = Receipt(context.partitionId(), context.taskAttemptId())
+        accepted: list[Any] = []
+
+        def rows() -> Iterator[tuple[Any, ...]]:
+            for batch in batches:
+                if kept:
+                    accepted.append(_accepted(batch, kept))
+                columns = [batch.column(name).to_pylist() for name in SENT_COLUMNS]
+                yield from zip(*columns, strict=True)
+
+        answers = chain(send_rows(rows(), job, receipt), [receipt])
+        while batch := list(islice(answers, _MOST_ANSWERS)):
+            types = accepted[0].schema.types[:-1] if accepted else [pa.null()] * len(kept)
+            nulls = [pa.nulls(len(batch), kind) for kind in types]
+            yield _batch(batch, nulls, kept)
+        yield from accepted
+
+    return send
+
+
+def _accepted(batch: Any, kept: Sequence[str]) -> Any:
+    """Return the columns *kept* of the rows of *batch* that are not rejected, with null answers."""
+    batch = batch.filter(pc.is_null(batch.column("error")))
+    columns = {name: batch.column(name) for name in kept}
+    columns["answer"] = pa.nulls(batch.num_rows, pa.binary())
+    return pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns))
+
+
+def answers_of(frame: Any) -> list[Any]:
+    """Run a DataFrame's Spark job, and unpickle the objects in the column ``answer``."""
+    return [pickle.loads(row.answer) for row in frame.collect()]
+
+
+def _batch(answers: list[Any], nulls: Sequence[Any] = (), kept: Sequence[str] = ()) -> Any:
+    pickled = pa.array([pickle.dumps(answer) for answer in answers], pa.binary())
+    return pa.RecordBatch.from_arrays([*nulls, pickled], names=[*kept, "answer"])

@@ -15,14 +15,40 @@ from redis import exceptions
 
 from ...errors import NativeDelayError, errors_ignored
 from ...records.redis_link import digest_of
+from ...store.redis import ADD
 from ...texts import storable
 from .. import outbox
 from ..virtual.outbox import Collecting, VirtualOutbox
 from ..virtual.wrapping import encoded
 from .keys import Destination, RedisBrokerKeys, front_of, member
 from .promoter import CONNECTION_OPTIONS
-from .scripts import ADD_MANY, PUSH
 from .store import refusals_explained
+
+#: How long, in seconds, the server keeps the numbers of an outbox's batches after the last one. An
+#: outbox that lost its connection comes back sooner, or gives up.
+TAKEN_SECONDS = 3600
+
+#: The beginning of each script of an outbox. The last of KEYS is the set of the batches' numbers,
+#: and the last of ARGV the number of this batch.
+_ONCE = f"""
+if redis.call('SADD', KEYS[#KEYS], ARGV[#ARGV]) == 0 then return end
+redis.call('EXPIRE', KEYS[#KEYS], {TAKEN_SECONDS})
+"""
+
+#: Stores many messages: the store's script, once.
+ADD_MANY = _ONCE + ADD
+
+#: Sends an immediate message. KEYS the list of its queue, further keys to give the TTL. ARGV TTL in
+#: ms or 0, envelope.
+PUSH = (
+    _ONCE
+    + """
+redis.call('LPUSH', KEYS[1], ARGV[2])
+if tonumber(ARGV[1]) > 0 then
+    for at = 1, #KEYS - 1 do redis.call('PEXPIRE', KEYS[at], ARGV[1]) end
+end
+"""
+)
 
 #: Errors of a wrong user or password, or of a missing right.
 _NOT_LET_IN = (

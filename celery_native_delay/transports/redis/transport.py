@@ -71,7 +71,7 @@ class RedisDelayingChannel(DelayingChannel):
     def waiting_tasks(self, settings: DelaySettings) -> WaitingTasks:
         if self.store is not None:
             return super().waiting_tasks(settings)
-        from .waiting import RedisWaitingTasks
+        from .parts import RedisWaitingTasks
 
         return RedisWaitingTasks(self)
 
