@@ -132,7 +132,7 @@ def parsed(text: str) -> tuple[Any, tzinfo | None]:
             return crontab(minute, hour, weekday, day, month), ZoneInfo(*zone) if zone else None
     except (ParseException, InvalidDueTime, ValueError, OverflowError, LookupError, OSError):
         pass
-    except ImproperlyConfigured as exc:  # the package ephem is missing
+    except (ImproperlyConfigured, ImportError) as exc:  # the package ephem is missing
         raise SettingsError(f"expected what {text!r} needs: {exc}") from exc
     raise SettingsError(
         "expected a schedule such as 'every 10 s', '30 2 * * *' (cron), '30 2 * * * Europe/Berlin' "

@@ -211,6 +211,7 @@ def test_while_the_store_is_away_known_holds_stay_on_and_this_is_told_once(
     shop.delay.hold("shop.*", by="ada@web1")
     shop.pay(1)
     state, shop.holding._state = shop.holding._state, AWAY
+    shop.holding._read_at -= TAKEN_UP_SECONDS
     shop.pay(2)
     assert shop.ran == []
     taken_up, away_now = (each for each in caplog.messages if "hold" in each)
