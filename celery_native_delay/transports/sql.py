@@ -221,6 +221,16 @@ class DatabaseChannel(StoreDelayingChannel):
         stand_in = SimpleNamespace(connection=SimpleNamespace(client=known))
         return super()._engine_from_config.__func__(stand_in)  # type: ignore[misc]
 
+    def _get_or_create(self: Any, queue: str) -> Any:
+        """Find or make the row of a queue, which another process may make at the same time."""
+        from sqlalchemy.exc import IntegrityError  # the other transports do without SQLAlchemy
+
+        try:
+            return super()._get_or_create(queue)  # type: ignore[misc]
+        except IntegrityError:
+            self.session.rollback()
+            return super()._get_or_create(queue)  # type: ignore[misc]
+
 
 class DatabaseTransport(StoreDelayingTransport):
     """A mixin for sqlalchemy transports: by default, tasks wait in the broker's database."""

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from celery import Celery
 from kombu import Connection, Exchange, Queue
-from sqlalchemy import create_engine, text
+from sqlalchemy import create_engine, event, text
 
 from celery_native_delay import DelaySettings, UnsupportedBroker, install
 from celery_native_delay.bulk import bulk
@@ -302,6 +302,23 @@ def test_what_rabbitmq_refuses_is_parked_and_doubles_no_other(
         assert sorted(arrival.body for arrival in arrivals[:-1]) == list(range(100))
         assert (dispatcher.promoted, dispatcher.parked) == (100, 11)
         assert len(store.parked(20)) == 10  # without the row that this release cannot read
+
+
+def test_two_processes_that_first_use_a_queue_of_a_database_both_send(tmp_path: Path) -> None:
+    """kombu lets one of them fail, as its queue is a row."""
+    url = f"sqla+sqlite:///{tmp_path}/shop.db"
+    with delaying(url) as one, delaying(url) as other:
+        session = one.default_channel.session
+        other.default_channel.session  # noqa: B018  makes the tables
+
+        @event.listens_for(session, "before_commit", once=True)
+        def another_is_first(_: Any) -> None:
+            publish(other, "first", "jobs")
+
+        publish(one, "second", "jobs")
+        with inbox(one, "jobs") as received:
+            arrivals = received.wait_for(2)
+    assert sorted(arrival.body for arrival in arrivals) == ["first", "second"]
 
 
 @pytest.mark.parametrize("url", ["memory://", "sqla+sqlite://"])
