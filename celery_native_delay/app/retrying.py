@@ -38,7 +38,11 @@ def task_from_fun(installation: Installation, *args: Any, **options: Any) -> Any
 def register_task(installation: Installation, *args: Any, **options: Any) -> Any:
     """Register a task of a class that may raise RetryAfter. Replaces ``app.register_task``."""
     task = installation.register_task(*args, **options)
-    teach_tasks(installation)  # a subclass of Celery may return nothing
+    known = installation.app._tasks.get(getattr(task, "name", None))
+    if known is None:  # a subclass of Celery may return nothing
+        teach_tasks(installation)
+    else:
+        _teach(installation, known)
     return task
 
 
