@@ -57,7 +57,7 @@ def _reading_all(kind: Any) -> Any:
 
     The scheduler of django-celery-beat 2.8 or later reads only crontabs for the hours near now. It
     and that of sqlalchemy-celery-beat miss the first change of all, and each change before their
-    second look, for five minutes.
+    second look, for five minutes or until the next change.
     """
     own: dict[str, Any] = {}
     if hasattr(kind, "enabled_models_qs"):
@@ -65,11 +65,10 @@ def _reading_all(kind: Any) -> Any:
     if hasattr(kind, "schedule_changed"):
 
         def schedule_changed(self: Any) -> bool:
-            is_known = getattr(self, "_last_timestamp", None) is not None
-            is_changed = bool(kind.schedule_changed(self))
-            return is_changed or (
-                not is_known and getattr(self, "_last_timestamp", None) is not None
-            )
+            before = getattr(self, "_last_timestamp", None)
+            if kind.schedule_changed(self):
+                return True
+            return before is None and getattr(self, "_last_timestamp", None) is not None
 
         own["schedule_changed"] = schedule_changed
     return type(kind.__name__, (kind,), own) if own else kind

@@ -128,7 +128,7 @@ class Delay(HoldCalls, KeyedCalls):
         one = _id_of(task_id)
         tasks, taken = self._ask(lambda found: (found.get(one), bool(found.taken([one]))))
         lines = self._lines_of(tasks)
-        return story(self._app, one, _with_pauses(tasks, lines), lines=lines, taken=taken)
+        return story(self._app, one, _after_pauses(tasks, lines), lines=lines, taken=taken)
 
     def ids(self, search: str | Query = "", *, limit: int | None = None) -> list[str]:
         """Return up to *limit* ids (None: all) of tasks that match *search*, earliest first."""
@@ -263,7 +263,7 @@ class Delay(HoldCalls, KeyedCalls):
         lines: list[RateLine] = []
         with suppress(NativeDelayError):  # then show the due times of the messages
             lines = self._lines_of(tasks)
-        return _with_pauses(tasks, lines)
+        return _after_pauses(tasks, lines)
 
     def _lines_of(self, tasks: Sequence[Waiting]) -> list[RateLine]:
         """Return the state of each rate limit and key for which some of *tasks* wait."""
@@ -576,7 +576,7 @@ def adopt_rates(app: Celery) -> Callable[[], int] | None:
     return partial(delay._change_lines, changed) if changed else None
 
 
-def _with_pauses(tasks: Sequence[Waiting], lines: Sequence[RateLine]) -> list[Waiting]:
+def _after_pauses(tasks: Sequence[Waiting], lines: Sequence[RateLine]) -> list[Waiting]:
     """Return *tasks*; if ``RetryAfter`` delays a task, its due time is the pause's end."""
     until_us = {name_of(line.task, line.key): line.held_until_us or 0 for line in lines}
     return [

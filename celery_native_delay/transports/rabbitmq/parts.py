@@ -1,4 +1,4 @@
-"""What workers and the ``celery delay`` commands do on RabbitMQ."""
+"""Serve workers and the ``delay`` commands on RabbitMQ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What workers and the ``delay`` commands do on Redis."""
+"""Serve workers and the ``delay`` commands on Redis."""
 
 from __future__ import annotations
 
