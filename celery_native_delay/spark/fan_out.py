@@ -18,9 +18,9 @@ from pyspark.errors import PySparkException
 from pyspark.sql import Observation
 from pyspark.sql import functions as f
 
-from ..app.runs import Run, close_run, open_run
+from ..app.runs import Run, open_run
 from ..durations import duration
-from ..errors import FanOutFailed, InvalidFanOut, NativeDelayError, StoreUnavailable
+from ..errors import FanOutFailed, InvalidFanOut, StoreUnavailable
 from ..now import moment
 from . import encode
 from .app import AppFacts, Call, describe, on_app
@@ -36,7 +36,7 @@ from .sending import (
     SendJob,
     answers_of,
     asker,
-    counts_of,
+    close_try,
     sender,
     warn_of_late_sending,
 )
@@ -286,7 +286,7 @@ class FanOut:
         result = FanOutResult(self.run_id, seconds, receipts, failures, options.app)
         warn_of_late_sending(result.sent_after_due, result.sent)
         if run is not None:
-            self._close(receipts)
+            close_try(options.app, self.run_id, receipts, self._ask)
         if failures:
             raise FanOutFailed(
                 f"{result}; the first: {failures[0].reason}; send the same rows again with the "
@@ -363,15 +363,6 @@ class FanOut:
                 "are sent again run again",
                 self.run_id,
             )
-
-    def _close(self, receipts: list[Receipt]) -> None:
-        """Store the numbers of this try."""
-        try:
-            self._ask(
-                partial(on_app, self.options.app, close_run, self.run_id, *counts_of(receipts))
-            )
-        except NativeDelayError as exc:
-            logger.warning("native delay: the state of run %s is older: %s", self.run_id, exc)
 
     def _check_queues(self, facts: AppFacts) -> None:
         if self.options.queue is None or not self.options.check_queue:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain, islice
 from pathlib import Path
 from time import monotonic, sleep, time_ns
@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark import SparkFiles, TaskContext
 
-from ..app.runs import have_run
+from ..app.runs import close_run, have_run
 from ..bulk.batch import Bulk
 from ..due_time import due_us
 from ..errors import (
@@ -35,7 +35,7 @@ from ..message import ONCE
 from ..now import moment
 from ..records.runs import RunRecord
 from ..records.waiting import RUN
-from .app import load_app
+from .app import load_app, on_app
 from .encode import SENT_COLUMNS
 from .live_counts import Reporter
 from .options import FanOutOptions
@@ -95,14 +95,26 @@ class Receipt:
     """The number of tasks that were sent after their due time."""
 
 
-def counts_of(receipts: Sequence[Receipt]) -> tuple[dict[str, int], int]:
-    """Return the numbers of a try for the state of its run, and its last due time."""
+def close_try(
+    app: str,
+    run_id: str,
+    receipts: Sequence[Receipt],
+    ask: Callable[[Callable[[], None]], object] = lambda call: call(),
+) -> None:
+    """Store the numbers of one try of a run; *ask* makes the call, where the store can be reached.
+
+    If the store does not answer, log a warning: the tasks are sent.
+    """
     counts = {
         "rows": sum(each.rows for each in receipts),
         "sent": sum(each.confirmed + each.done for each in receipts),
         "rejected": sum(each.rejected.total() for each in receipts),
     }
-    return counts, max((due_us(each.last_eta) for each in receipts if each.last_eta), default=0)
+    last_us = max((due_us(each.last_eta) for each in receipts if each.last_eta), default=0)
+    try:
+        ask(partial(on_app, app, close_run, run_id, counts, last_us))
+    except NativeDelayError as exc:
+        logger.warning("native delay: the state of run %s is older: %s", run_id, exc)
 
 
 @dataclass(frozen=True)

@@ -21,15 +21,15 @@ from pyspark.sql.datasource import (
     WriterCommitMessage,
 )
 
-from ..app.runs import close_run, open_run
+from ..app.runs import open_run
 from ..durations import seconds_of
-from ..errors import FanOutFailed, InvalidFanOut, NativeDelayError
+from ..errors import FanOutFailed, InvalidFanOut
 from ..now import moment
 from ..records.runs import BATCH_KIND, RUN_KIND, RunRecord
 from .app import Call, describe, on_app
 from .encode import Encoder
 from .options import FanOutOptions
-from .sending import Receipt, SendJob, counts_of, send_rows, warn_of_late_sending
+from .sending import Receipt, SendJob, close_try, send_rows, warn_of_late_sending
 from .slots import Slot, check_type, no_such_column, slots
 
 logger = logging.getLogger(__name__)
@@ -117,11 +117,7 @@ class Writer(DataSourceArrowWriter):
         receipts = [message.receipt for message in messages]
         _log_rejects(receipts)
         if self._is_run and self._has_run_id:
-            run_id = self._options.run_id
-            try:
-                on_app(self._options.app, close_run, run_id, *counts_of(receipts))
-            except NativeDelayError as exc:
-                logger.warning("native delay: the state of run %s is older: %s", run_id, exc)
+            close_try(self._options.app, self._options.run_id, receipts)
 
     def abort(self, messages: list[Any], *_batch: int) -> None:
         """Log that the Spark job failed. Workers run the tasks that were sent."""
